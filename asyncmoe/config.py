@@ -1,0 +1,166 @@
+"""The one typed configuration tree. Every key has a type, a default and a meaning.
+
+Sources, later ones win: defaults, a TOML file, the environment (`ASYNCMOE_SECTION__KEY`), flags
+(`--section.key`). `asyncmoe config --explain` prints the tree. Loading is in `configfile.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are errors, values are checked when they are set."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class ModelConfig(Section):
+    """Which model, and how it is loaded."""
+
+    name: str = Field("tiny", description="Built-in model name or checkpoint directory")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="Compute and cache dtype; auto takes the checkpoint's own"
+    )
+    load_format: Literal["safetensors", "dummy"] = Field(
+        "safetensors", description="dummy makes random weights from config.json alone"
+    )
+    seed: int = Field(0, ge=0, description="Seed of dummy weights")
+    context: int | None = Field(
+        None, ge=1, description="Longest sequence in tokens; default is the model's own"
+    )
+    strict: bool = Field(True, description="Refuse a checkpoint with parameters not expected")
+
+
+class ClusterConfig(Section):
+    """The ranks and how they meet."""
+
+    ranks: int = Field(1, ge=1, le=65535, description="Number of ranks (processes)")
+    bind_host: str = Field("127.0.0.1", description="Address that a rank's sockets bind to")
+    token: str = Field(
+        "", repr=False,
+        description="Secret that ranks prove to each other; made up for ranks started locally, "
+        "required when bind_host is not loopback",
+    )
+    start_timeout_s: float = Field(120.0, gt=0, description="Longest start-up, loading included")
+    peer_timeout_s: float = Field(
+        30.0, gt=0, description="A rank that is silent for this long is taken as dead"
+    )
+    shutdown_timeout_s: float = Field(
+        4.0, gt=0, description="Longest orderly end before processes are killed"
+    )
+
+
+class PlacementConfig(Section):
+    """Roles of the ranks and placement of experts."""
+
+    roles: list[Literal["attention", "expert", "both"]] | None = Field(
+        None, description="One per rank; default both"
+    )
+    experts_per_rank: list[int] | None = Field(
+        None, description="Experts of each rank, in order; default as even as possible"
+    )
+    file: str | None = Field(
+        None, description='JSON file {"roles": [...], "owner": [[rank of each expert] per layer]}'
+    )
+
+
+class TransportConfig(Section):
+    """How parcels travel."""
+
+    name: str | None = Field(None, description="Default: inproc for one rank, tcp for several")
+    parcel_bytes: int = Field(64 << 20, ge=4096, description="Largest payload of one parcel")
+    message_bytes: int = Field(16 << 20, ge=4096, description="Largest control message")
+    window_rows: int = Field(
+        4096, ge=1, description="Rows that an expert rank holds for one home rank (credits)"
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Options of the transport itself"
+    )
+
+
+class SchedulerConfig(Section):
+    """Which rule picks the next stage."""
+
+    name: str = Field("defrag_aging", description="Registered name or path.py:Class")
+    parameters: dict[str, Any] = Field(
+        default_factory=dict, description="Parameters of the rule; see its documentation"
+    )
+
+
+class BatchConfig(Section):
+    """The batch policy: how many rows of a chosen stage run at once, and when a stage may run."""
+
+    attention_max_rows: int = Field(512, ge=1, description="Most rows of an attention batch")
+    expert_max_rows: int = Field(4096, ge=1, description="Most rows of an expert batch")
+    head_max_rows: int = Field(512, ge=1, description="Most rows of a head batch")
+    attention_min_rows: int = Field(1, ge=1, description="Rows for which an attention stage waits")
+    expert_min_rows: int = Field(1, ge=1, description="Rows for which an expert stage waits")
+    head_min_rows: int = Field(1, ge=1, description="Rows for which the head stage waits")
+    linger_ms: float = Field(
+        2.0, ge=0, description="A stage below its minimum runs anyway once its oldest row is older"
+    )
+
+
+class KvConfig(Section):
+    """The paged KV cache of a home rank."""
+
+    block_tokens: int = Field(16, ge=1, le=1024, description="Tokens of a KV block")
+    blocks: int | None = Field(None, ge=1, description="Blocks of the pool; default by memory_gib")
+    memory_gib: float = Field(1.0, gt=0, description="Size of the pool when blocks is not set")
+
+
+class EngineConfig(Section):
+    """Requests and their rows."""
+
+    combine: Literal["per_rank", "per_expert"] = Field(
+        "per_rank", description="Combine rows per expert rank (fewest bytes) or per expert"
+    )
+    prefill_chunk: int = Field(256, ge=1, description="Most positions of one prefill chunk")
+    max_requests: int = Field(256, ge=1, description="Requests in the layers at once, per home")
+    queue_requests: int = Field(
+        4096, ge=1, description="Requests that wait for admission, per home; more are refused"
+    )
+    slots: int = Field(2048, ge=1, description="Token slots (rows in the layers) per home rank")
+
+
+class DeviceConfig(Section):
+    """The compute device of a rank."""
+
+    name: str = Field("cpu", description="Registered device")
+    threads: int | None = Field(
+        None, ge=1, description="Compute threads of a rank; default cores / local ranks"
+    )
+
+
+class ServerConfig(Section):
+    """The HTTP server."""
+
+    host: str = Field("127.0.0.1", description="Address to listen on")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one")
+    served_name: str | None = Field(None, description="Model name in the API; default model.name")
+    body_bytes: int = Field(8 << 20, ge=1024, description="Largest request body")
+
+
+class LogConfig(Section):
+    """Logging, to standard error."""
+
+    level: Literal["debug", "info", "warning", "error"] = Field("info", description="Log level")
+
+
+class Config(Section):
+    """All of it."""
+
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    placement: PlacementConfig = Field(default_factory=PlacementConfig)
+    transport: TransportConfig = Field(default_factory=TransportConfig)
+    scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
+    batch: BatchConfig = Field(default_factory=BatchConfig)
+    kv: KvConfig = Field(default_factory=KvConfig)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    device: DeviceConfig = Field(default_factory=DeviceConfig)
+    server: ServerConfig = Field(default_factory=ServerConfig)
+    log: LogConfig = Field(default_factory=LogConfig)

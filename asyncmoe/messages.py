@@ -1,0 +1,113 @@
+"""Control messages between the front end (on rank 0) and the ranks, as orjson with a `type` tag.
+
+A rank sends one `TokensOut` per head step, with columns, so that streaming costs one message per
+step and not one per request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import orjson
+from pydantic import TypeAdapter
+
+from asyncmoe.errors import ProtocolError
+
+
+@dataclass(slots=True)
+class Admit:
+    """Front end -> home rank: run this request."""
+
+    request_id: int
+    prompt: list[int]
+    sampling: dict[str, Any]  # the fields of SamplingParams that the home rank needs
+
+
+@dataclass(slots=True)
+class Abort:
+    """Front end -> home rank: the client is gone or a stop string was found."""
+
+    request_id: int
+
+
+@dataclass(slots=True)
+class Discard:
+    """Home rank -> expert ranks: rows of these slots up to these epochs are dead. Best effort."""
+
+    slots: list[int]
+    epochs: list[int]
+
+
+@dataclass(slots=True)
+class Credit:
+    """Expert rank -> home rank: rows given back without a combine row (they were discarded)."""
+
+    rows: int
+
+
+@dataclass(slots=True)
+class TokensOut:
+    """Home rank -> front end: what one head step sampled. Columns of equal length.
+
+    `finish[i]` is None while request i goes on, else "stop" or "length"; `stop_token[i]` says that
+    the token is the one that ended it (EOS or a stop id). `logprobs[i]` is None or
+    [logprob of the token, [top ids], [top logprobs]].
+    """
+
+    request_ids: list[int]
+    tokens: list[int]
+    finish: list[str | None]
+    stop_token: list[bool]
+    logprobs: list[list[Any] | None]
+
+
+@dataclass(slots=True)
+class Ended:
+    """Home rank -> front end: the request ended without (more) tokens.
+
+    `reason` is "refused" (it can never fit), "failed" (say why) or "aborted".
+    """
+
+    request_id: int
+    reason: str
+    message: str
+    parameter: str | None = None
+
+
+@dataclass(slots=True)
+class StatsRequest:
+    """Front end -> rank: report."""
+
+
+@dataclass(slots=True)
+class Stats:
+    """Rank -> front end: counters and gauges by name (see docs/architecture.md)."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Shutdown:
+    """Front end -> rank: end running requests and stop."""
+
+    reason: str
+
+
+Message = Admit | Abort | Discard | Credit | TokensOut | Ended | StatsRequest | Stats | Shutdown
+_ADAPTERS: dict[str, TypeAdapter[Any]] = {t.__name__: TypeAdapter(t) for t in get_args(Message)}
+
+
+def encode(message: Message) -> bytes:
+    """The message as bytes."""
+    return orjson.dumps([type(message).__name__, message])
+
+
+def decode(data: bytes) -> Message:
+    """The inverse of `encode`. Raises `ProtocolError` for anything else."""
+    try:
+        name, fields = orjson.loads(data)
+        message: Message = _ADAPTERS[name].validate_python(fields)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ProtocolError(f"control message not understood: {data[:80]!r} ({error})") from error
+    return message

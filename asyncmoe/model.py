@@ -1,0 +1,169 @@
+"""The contract of a model: the compute of each stage, and what of a checkpoint a rank must hold."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from asyncmoe.checkpoint import WeightSource
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of a layer's cache, without its leading dimension (tokens or requests)."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSpec:
+    """What one decoder layer keeps between steps.
+
+    `per_token` tensors are paged: [blocks, block_tokens, *shape]. Multi-head attention has "k" and
+    "v" of (kv_heads, head_dim), latent attention one of (rank + rope_dim,). `per_request` tensors
+    are [requests, *shape]: recurrent states.
+    """
+
+    per_token: Mapping[str, TensorSpec] = field(default_factory=dict)
+    per_request: Mapping[str, TensorSpec] = field(default_factory=dict)
+    window: int | None = None  # positions further back than this are never read again
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """The shape of a model, known from its config alone."""
+
+    architecture: str  # the registered name, e.g. "qwen3_moe"
+    hidden: int
+    vocab: int
+    context: int  # longest sequence, prompt and answer together
+    decoder_layers: int
+    moe_layers: tuple[int, ...]  # decoder layer of each MoE layer; its length is L of the chain
+    experts: int  # routed experts of every MoE layer
+    top_k: int
+    dtype: torch.dtype
+    caches: tuple[CacheSpec, ...]  # one per decoder layer
+    eos_ids: tuple[int, ...] = ()
+    bos_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What one rank needs of a checkpoint.
+
+    `experts[l]` are the global ids of MoE layer l's experts that live here, in local order: the
+    i-th is local expert i.
+    """
+
+    attention: bool  # embedding, attention, routers, shared experts, dense layers, norms, LM head
+    experts: tuple[tuple[int, ...], ...]
+
+
+@dataclass(slots=True)
+class RowBatch:
+    """The rows of one attention or head batch, grouped into segments (a request's consecutive rows).
+
+    Rows [0, decode_rows) are segments of one row each (decode steps); the rest are prefill chunks.
+    A row at position p attends to positions 0 … p of its own request; the K/V of all its earlier
+    positions are already in the cache, or are rows of its own segment.
+    """
+
+    positions: Tensor  # int64 [rows]
+    cache_index: Tensor  # int64 [rows]: block * block_tokens + offset, where the row's K/V go
+    decode_rows: int
+    query_start: Tensor  # int64 [segments + 1]: rows of segment i are query_start[i] : [i + 1]
+    context_len: Tensor  # int64 [segments]: tokens of the request including this segment's rows
+    block_table: Tensor  # int64 [segments, max_blocks], block ids; entries past the context are 0
+    request: Tensor  # int64 [segments]: row of the per-request cache tensors
+    block_tokens: int
+
+
+@dataclass(slots=True)
+class ExpertBatch:
+    """The (row, expert) pairs of one expert batch, sorted by local expert."""
+
+    row: Tensor  # int64 [pairs]: row of x
+    weight: Tensor  # float32 [pairs]: router weight
+    counts: Tensor  # int64 [local experts]: pairs of each, so that pairs of expert e are contiguous
+    gather: Tensor  # int64 [out_rows, width]: pairs of each output row in summation order; -1: none
+
+
+@dataclass(slots=True)
+class Routed:
+    """What an attention stage gives."""
+
+    residual: Tensor  # [rows, hidden], model dtype: what the parts are added to (with shared experts)
+    hidden: Tensor  # [rows, hidden], model dtype: normed input of the experts
+    experts: Tensor  # int64 [rows, top_k]: global expert ids
+    weights: Tensor  # float32 [rows, top_k]
+
+
+Cache = Sequence[Mapping[str, Tensor]]  # per decoder layer: the tensors of its CacheSpec by name
+
+
+class Model(ABC):
+    """The stages of one architecture on one rank. All methods run on the device's compute thread.
+
+    Stage A(l) covers the decoder layers after MoE layer l-1 up to and including MoE layer l's
+    attention and router: dense layers run inside it. Dense layers after the last MoE layer run in
+    `finish`. Nothing here keeps state between calls but weights; caches are passed in.
+    """
+
+    spec: ModelSpec
+
+    @classmethod
+    @abstractmethod
+    def read_spec(cls, config: Mapping[str, Any], dtype: torch.dtype | None) -> ModelSpec:
+        """Read config.json, old or new form. `dtype` None takes the config's own.
+
+        Raises `ConfigError` naming the key, its value and what is allowed.
+        """
+
+    @classmethod
+    @abstractmethod
+    def load(cls, config: Mapping[str, Any], spec: ModelSpec, source: WeightSource,
+             plan: LoadPlan, device: torch.device) -> Model:
+        """Build the model from what `plan` asks of `source`; nothing else is read.
+
+        Raises `CheckpointError` for a missing parameter or a wrong shape.
+        """
+
+    @abstractmethod
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """int64 [rows] -> [rows, hidden]."""
+
+    @abstractmethod
+    def attention(self, layer: int, x: Tensor, batch: RowBatch, cache: Cache) -> Routed:
+        """Stage A(layer) on the merged residual x [rows, hidden]; writes this batch's K/V."""
+
+    @abstractmethod
+    def experts(self, layer: int, x: Tensor, batch: ExpertBatch) -> Tensor:
+        """Stage E(layer): x [rows, hidden] -> [out_rows, hidden] in the model dtype.
+
+        Output row i is the sum over its pairs in `gather` order, in float32, of weight times
+        expert output.
+        """
+
+    @abstractmethod
+    def finish(self, x: Tensor, batch: RowBatch, cache: Cache) -> Tensor:
+        """The dense layers after the last MoE layer: [rows, hidden] -> [rows, hidden]."""
+
+    @property
+    @abstractmethod
+    def has_finish(self) -> bool:
+        """Whether `finish` does anything, that is, whether it needs all rows of a chunk."""
+
+    @abstractmethod
+    def logits(self, x: Tensor) -> Tensor:
+        """Final norm and LM head: [rows, hidden] -> float32 [rows, vocab]."""
+
+    @abstractmethod
+    def weight_bytes(self) -> int:
+        """Bytes of weights held here."""

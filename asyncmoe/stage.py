@@ -1,0 +1,56 @@
+"""The stage chain A0 E0 A1 E1 … A(L-1) E(L-1) H: what is schedulable, numbered along a token's way.
+
+Everywhere in the core a stage is its index on this chain, a plain int, so that depths, ages and
+scores of all stages are arrays of length `len(chain)`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class Kind(IntEnum):
+    """What a stage computes."""
+
+    ATTENTION = 0
+    EXPERT = 1
+    HEAD = 2
+
+
+@dataclass(frozen=True)
+class StageChain:
+    """The chain of a model with `layers` MoE layers; stage indices run from 0 to `2 * layers`."""
+
+    layers: int
+
+    def __len__(self) -> int:
+        return 2 * self.layers + 1
+
+    @property
+    def head(self) -> int:
+        """Index of H, the last stage."""
+        return 2 * self.layers
+
+    def attention(self, layer: int) -> int:
+        """Index of A(layer); `attention(layers)` is H, where the chain goes on after E(L-1)."""
+        return 2 * layer
+
+    def expert(self, layer: int) -> int:
+        """Index of E(layer)."""
+        return 2 * layer + 1
+
+    def kind(self, stage: int) -> Kind:
+        """Kind of the stage."""
+        if stage == self.head:
+            return Kind.HEAD
+        return Kind.EXPERT if stage % 2 else Kind.ATTENTION
+
+    def layer(self, stage: int) -> int:
+        """MoE layer of the stage; `layers` for H."""
+        return stage // 2
+
+    def name(self, stage: int) -> str:
+        """The stage as people write it: A0, E0, …, H."""
+        kind = self.kind(stage)
+        return "H" if kind is Kind.HEAD else f"{'AE'[kind]}{self.layer(stage)}"
