@@ -6,15 +6,26 @@ Sources, later ones win: defaults, a TOML file, the environment (`ASYNCMOE_SECTI
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import ipaddress
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):
     """Base of every section: unknown keys are errors, values are checked when they are set."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine can reach a socket that is bound to `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class ModelConfig(Section):
@@ -40,7 +51,8 @@ class ClusterConfig(Section):
     ranks: int = Field(1, ge=1, le=65535, description="Number of ranks (processes)")
     bind_host: str = Field("127.0.0.1", description="Address that a rank's sockets bind to")
     token: str = Field(
-        "", repr=False,
+        "",
+        repr=False,
         description="Secret that ranks prove to each other; made up for ranks started locally, "
         "required when bind_host is not loopback",
     )
@@ -51,6 +63,15 @@ class ClusterConfig(Section):
     shutdown_timeout_s: float = Field(
         4.0, gt=0, description="Longest orderly end before processes are killed"
     )
+
+    @model_validator(mode="after")
+    def _other_machines_need_a_secret(self) -> Self:
+        if not self.token and not is_loopback(self.bind_host):
+            raise ValueError(
+                f"cluster.bind_host {self.bind_host!r} can be reached from other machines, so "
+                "cluster.token must be set to the same secret on every rank"
+            )
+        return self
 
 
 class PlacementConfig(Section):
@@ -102,6 +123,16 @@ class BatchConfig(Section):
     linger_ms: float = Field(
         2.0, ge=0, description="A stage below its minimum runs anyway once its oldest row is older"
     )
+
+    @model_validator(mode="after")
+    def _minimum_fits_maximum(self) -> Self:
+        for kind in ("attention", "expert", "head"):
+            least, most = getattr(self, f"{kind}_min_rows"), getattr(self, f"{kind}_max_rows")
+            if least > most:
+                raise ValueError(
+                    f"batch.{kind}_min_rows is {least}, above batch.{kind}_max_rows, {most}"
+                )
+        return self
 
 
 class KvConfig(Section):

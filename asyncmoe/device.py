@@ -25,6 +25,10 @@ class Device(ABC):
 
     torch_device: torch.device
 
+    def __init__(self, threads: int) -> None:
+        """`threads`: CPU threads that one piece of work may use."""
+        self.threads = threads
+
     @abstractmethod
     def submit(self, work: Callable[[], T]) -> asyncio.Future[T]:
         """Queue `work` and return a future of its result."""

@@ -25,12 +25,17 @@ class UnknownName(ConfigError):
 
 
 class MissingDependency(AsyncMoeError):
-    """An optional library is not installed; the message names the extra to install."""
+    """An optional library is not installed; the message names the extra to install.
 
-    def __init__(self, what: str, library: str, extra: str) -> None:
-        super().__init__(
-            f"{what} needs {library}, which is not installed: pip install 'asyncmoe[{extra}]'"
-        )
+    `extra` is one of `package`, which is another one for a third party's implementation; None says
+    that no extra brings the library.
+    """
+
+    def __init__(
+        self, what: str, library: str, extra: str | None, package: str = "asyncmoe"
+    ) -> None:
+        install = library if extra is None else f"'{package}[{extra}]'"
+        super().__init__(f"{what} needs {library}, which is not installed: pip install {install}")
 
 
 class CheckpointError(AsyncMoeError):
@@ -73,4 +78,4 @@ class RankFailed(AsyncMoeError):
 
     def __init__(self, rank: int, message: str) -> None:
         super().__init__(f"rank {rank} failed: {message}")
-        self.rank = rank
+        self.rank, self.message = rank, message

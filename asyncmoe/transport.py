@@ -46,6 +46,32 @@ class Parcel:
         """Number of payload rows."""
         return len(self.slot)
 
+    def columns(self) -> tuple[NDArray[Any], ...]:
+        """Slot, epoch, part, fan-out, expert, weight."""
+        return self.slot, self.epoch, self.part, self.fanout, self.expert, self.weight
+
+    def piece(self, first: int, last: int) -> Parcel:
+        """Rows `first:last` of a dispatch parcel, as views."""
+        ends = np.cumsum(self.fanout, dtype=np.int64)
+        begin = int(ends[first - 1]) if first else 0
+        pairs = slice(begin, int(ends[last - 1]) if last else 0)
+        rows = slice(first, last)
+        return Parcel(
+            self.kind, self.stage, self.slot[rows], self.epoch[rows], self.part[pairs],
+            self.payload[rows], self.fanout[rows], self.expert[pairs], self.weight[pairs],
+        )
+
+    def select(self, rows: NDArray[np.int64]) -> Parcel:
+        """These rows of a dispatch parcel, in ascending order, as copies."""
+        keep = np.zeros(self.rows, np.bool_)
+        keep[rows] = True
+        pairs = np.repeat(keep, self.fanout)
+        return Parcel(
+            self.kind, self.stage, self.slot[rows], self.epoch[rows], self.part[pairs],
+            self.payload[torch.from_numpy(rows)], self.fanout[rows], self.expert[pairs],
+            self.weight[pairs],
+        )
+
 
 @dataclass(slots=True)
 class Arrival:
@@ -90,10 +116,17 @@ class Receiver(Protocol):
     """Where a transport hands over what arrives. All calls are made on the loop; none may block."""
 
     def on_parcel(self, arrival: Arrival) -> None:
-        """A parcel from `arrival.source` is readable."""
+        """A parcel from `arrival.source` is readable.
+
+        Raises `ProtocolError` if its content is not acceptable: the transport then takes the lease
+        back and drops the connection, as for any malformed frame.
+        """
 
     def on_message(self, source: int, message: bytes) -> None:
-        """A control message arrived, in order among the messages of that source."""
+        """A control message arrived, in order among the messages of that source.
+
+        Raises `ProtocolError` likewise.
+        """
 
     def on_peer_lost(self, peer: int, error: Exception) -> None:
         """The peer is gone; called once. Nothing of it arrives afterwards."""

@@ -1,0 +1,105 @@
+"""Chunks: the rows of one request that go through the layers together, and their order.
+
+A decode step is a chunk of one row. The positions of a prefill depend on each other through the
+KV cache, so a chunk enters an attention stage when all its rows are complete and never before the
+request's earlier chunk has left that stage; several may be in the layers, one behind the other.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+NONE = -1
+
+
+class ChunkTable:
+    """Columns of all chunks in the layers. `stage` is the attention or head stage that a chunk is
+    in, waits for, or enters next."""
+
+    def __init__(self, capacity: int) -> None:
+        self.request = np.full(capacity, NONE, np.int64)  # request row
+        self.rows = np.zeros(capacity, np.int64)
+        self.missing = np.zeros(capacity, np.int64)  # rows without all their parts
+        self.stage = np.zeros(capacity, np.int64)
+        self.first_slot = np.zeros(capacity, np.int64)
+        self.samples = np.zeros(capacity, np.bool_)  # its last row gets a token at H
+        self.slots: list[NDArray[np.int64]] = [np.empty(0, np.int64)] * capacity
+        self._earlier = np.full(capacity, NONE, np.int64)
+        self._later = np.full(capacity, NONE, np.int64)
+        self._parked = np.zeros(capacity, np.bool_)  # complete, but the earlier chunk is not past
+        self._free = list(range(capacity - 1, -1, -1))
+
+    @property
+    def in_use(self) -> int:
+        """Chunks in the layers."""
+        return len(self.rows) - len(self._free)
+
+    def open(self, request: int, slots: NDArray[np.int64], earlier: int, samples: bool) -> int:
+        """Make a chunk of `slots`, behind chunk `earlier` of the same request (or NONE)."""
+        chunk = self._free.pop()
+        self.request[chunk] = request
+        self.rows[chunk] = len(slots)
+        self.missing[chunk] = 0
+        self.stage[chunk] = 0
+        self.first_slot[chunk] = slots[0]
+        self.samples[chunk] = samples
+        self.slots[chunk] = slots
+        self._earlier[chunk] = earlier
+        self._later[chunk] = NONE
+        self._parked[chunk] = False
+        if earlier != NONE:
+            self._later[earlier] = chunk
+        return chunk
+
+    def close(self, chunks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Forget chunks; return the later chunks that may now enter their stage."""
+        later = self._later[chunks]
+        later = later[later != NONE]
+        self._earlier[later] = NONE
+        earlier = self._earlier[chunks]
+        self._later[earlier[earlier != NONE]] = NONE
+        self.request[chunks] = NONE
+        for chunk in chunks.tolist():
+            self.slots[chunk] = self.slots[chunk][:0]
+            self._free.append(chunk)
+        return self._unpark(later)
+
+    def narrow(self, chunk: int, slots: NDArray[np.int64]) -> None:
+        """Go on with these slots of a chunk alone (the row that samples)."""
+        self.slots[chunk] = slots
+        self.rows[chunk] = len(slots)
+        self.first_slot[chunk] = slots[0]
+
+    def complete(self, chunk_of_row: NDArray[np.int64]) -> NDArray[np.int64]:
+        """One row of each given chunk has all its parts; return the chunks that may go on."""
+        np.subtract.at(self.missing, chunk_of_row, 1)
+        return self.may_enter(np.unique(chunk_of_row[self.missing[chunk_of_row] == 0]))
+
+    def may_enter(self, chunks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Those of the complete `chunks` that may enter their stage; the others are parked."""
+        earlier = self._earlier[chunks]
+        blocked = (earlier != NONE) & (self.stage[earlier] <= self.stage[chunks])
+        if not blocked.any():
+            return chunks
+        self._parked[chunks[blocked]] = True
+        return chunks[~blocked]
+
+    def leave(
+        self, chunks: NDArray[np.int64], stage: int, missing: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """`chunks` have left their stage for the next one, `stage`, and wait for `missing` rows.
+
+        Returns the later chunks that may now enter the stage that was left.
+        """
+        self.stage[chunks] = stage
+        self.missing[chunks] = missing
+        later = self._later[chunks]
+        return self._unpark(later[later != NONE])
+
+    def _unpark(self, chunks: NDArray[np.int64]) -> NDArray[np.int64]:
+        waiting = chunks[self._parked[chunks]]
+        if not len(waiting):
+            return waiting
+        self._parked[waiting] = False
+        return self.may_enter(waiting)

@@ -1,0 +1,107 @@
+"""The command `asyncmoe`: finds the subcommand, runs it, and turns errors into one line each."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from asyncmoe import configflags, log
+from asyncmoe.errors import AsyncMoeError, ConfigError, RequestError, UnknownName
+from asyncmoe.frontend.world import detect_world
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A subcommand: a module with `add_parser(subparsers)` and `run(args) -> int`."""
+
+    module: str
+    help: str
+    engine: bool  # it runs an engine, so that torchrun may start it once for each rank
+
+
+COMMANDS = {
+    "generate": Command("asyncmoe.cli.generate", "answer one prompt", engine=True),
+    "serve": Command("asyncmoe.cli.serve", "serve OpenAI's API over HTTP", engine=True),
+    "demo": Command("asyncmoe.cli.demo", "two ranks, a server and an answer, once", engine=False),
+    "config": Command(
+        "asyncmoe.cli.config_command", "show or explain the configuration", engine=False
+    ),
+    "doctor": Command("asyncmoe.cli.doctor", "try what works on this machine", engine=False),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (None: this process's); returns the exit status.
+
+    0 is success, 1 a failure, 2 a command line, configuration or request that cannot be, and 130
+    an interrupt. Known errors are one message on standard error, with a traceback at log level
+    debug.
+    """
+    # The store where ranks meet logs a stack trace for every connection that ends.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    try:
+        return _run(list(sys.argv[1:] if argv is None else argv))
+    except (AsyncMoeError, TimeoutError) as error:
+        logger.debug("the command failed", exc_info=True)
+        print(f"asyncmoe: error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError | RequestError) else 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(argv: list[str]) -> int:
+    name = next((word for word in argv if not word.startswith("-")), None)
+    parser, own = _parser(name)
+    args, unknown = parser.parse_known_args(configflags.fold_subkeys(argv))
+    if unknown:
+        raise UnknownName("argument", wrong := unknown[0].partition("=")[0], _near(own, wrong))
+    command = COMMANDS[args.command]
+    if command.engine:
+        config = configflags.from_args(args)
+        detected = detect_world(os.environ)
+        log.setup(config.log.level, detected[0].rank if detected else None)
+        if detected and detected[0].rank > 0:
+            from asyncmoe.frontend.worker import worker_status
+
+            return worker_status(config, *detected)
+    return int(importlib.import_module(command.module).run(args))
+
+
+def _parser(name: str | None) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """The whole parser, and that of the subcommand `name` (the whole one if there is none).
+
+    Only the subcommand's own module is imported: the others can take seconds.
+    """
+    parser = argparse.ArgumentParser(
+        prog="asyncmoe",
+        description="Serve mixture-of-experts language models without a layer barrier.",
+        allow_abbrev=False,
+    )
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for each, command in COMMANDS.items():
+        if each == name:
+            importlib.import_module(command.module).add_parser(subparsers)
+            subparsers.choices[each].allow_abbrev = False
+            subparsers.choices[each].usage = f"asyncmoe {each} [options]"
+        else:
+            subparsers.add_parser(each, help=command.help)
+    return parser, subparsers.choices[name] if name in COMMANDS else parser
+
+
+def _near(parser: argparse.ArgumentParser, wrong: str) -> list[str]:
+    """The flags worth listing: those of the same section, or all that are in none."""
+    flags = [flag for flag in parser._option_string_actions if flag.startswith("--")]
+    section, dot, _ = wrong.partition(".")
+    same = [flag for flag in flags if dot and flag.startswith(f"{section}.")]
+    return same or [flag for flag in flags if "." not in flag]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

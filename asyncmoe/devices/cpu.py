@@ -1,0 +1,70 @@
+"""The `cpu` device: one compute thread beside the loop, so that frames move while a stage runs."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from asyncmoe.device import Device
+
+T = TypeVar("T")
+_Item = tuple[Callable[[], Any], asyncio.Future[Any]]
+
+
+class CpuDevice(Device):
+    """Runs work on one thread of its own; torch's intra-op threads work beneath it."""
+
+    def __init__(self, threads: int) -> None:
+        super().__init__(threads)
+        self.torch_device = torch.device("cpu")
+        self._busy_s = 0.0
+        # SimpleQueue is in C and hands over without a Python-level lock
+        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        """Queue `work` for the compute thread."""
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._queue.put((work, future))
+        return future
+
+    def busy_s(self) -> float:
+        """Seconds that the thread spent in work."""
+        return self._busy_s
+
+    async def close(self) -> None:
+        """Let queued work finish, then end the thread."""
+        if self._thread.is_alive():
+            self._queue.put(None)
+            await asyncio.to_thread(self._thread.join)
+
+    def _run(self) -> None:
+        torch.set_num_threads(self.threads)
+        with torch.inference_mode():
+            while (item := self._queue.get()) is not None:
+                work, future = item
+                begin_s = time.perf_counter()
+                result, failure = None, None
+                try:
+                    result = work()
+                except Exception as error:
+                    failure = error
+                self._busy_s += time.perf_counter() - begin_s
+                future.get_loop().call_soon_threadsafe(_settle, future, result, failure)
+                del item, work, future, result, failure  # nothing of a batch outlives it here
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

@@ -1,0 +1,191 @@
+"""The dispatcher: sends rows to the experts they chose, and partial sums home.
+
+Deadlock freedom is kept here (docs/architecture.md, "No deadlock"): a dispatch parcel leaves only
+when it has credits of its expert rank, and waits in an outbox of this process until then; a
+combine parcel needs none, since its rows were reserved in the home's token table when the dispatch
+was posted, and is posted at once. So no combine ever stands behind a dispatch that waits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncmoe.credit import CreditWindow
+from asyncmoe.errors import PeerLost
+from asyncmoe.placement import Placement
+from asyncmoe.routing import Route, route
+from asyncmoe.stage import StageChain
+from asyncmoe.steps import AttentionResult, ExpertStep
+from asyncmoe.tokentable import TokenTable
+from asyncmoe.transport import Limits, Parcel, ParcelClass, Transport
+
+
+class Outbox:
+    """Dispatch parcels for one expert rank, and the credits it gave."""
+
+    # Below this share of the window a parcel rather waits than leaves in crumbs. Safe, since all
+    # credits come back: a full window satisfies any share.
+    SMALLEST_SHARE = 4
+
+    def __init__(self, window_rows: int) -> None:
+        self.window = CreditWindow(window_rows)
+        self.waiting: deque[Parcel] = deque()
+
+    def next(self) -> Parcel | None:
+        """The next parcel, or the first rows of it, for which there are credits; taken."""
+        if not self.waiting:
+            return None
+        parcel = self.waiting[0]
+        least = min(parcel.rows, max(1, self.window.window // self.SMALLEST_SHARE))
+        if self.window.available < least:
+            return None
+        rows = self.window.take(parcel.rows)
+        if rows == parcel.rows:
+            return self.waiting.popleft()
+        self.waiting[0] = parcel.piece(rows, parcel.rows)
+        return parcel.piece(0, rows)
+
+
+class Dispatcher:
+    """Turns results of steps into parcels of one rank."""
+
+    def __init__(
+        self,
+        rank: int,
+        placement: Placement,
+        chain: StageChain,
+        transport: Transport,
+        limits: Limits,
+        row_bytes: int,
+        window_rows: int,
+        per_expert: bool,
+    ) -> None:
+        self._rank, self._placement, self._chain = rank, placement, chain
+        self._transport, self._per_expert = transport, per_expert
+        self._parcel_rows = max(1, min(limits.parcel_rows, limits.parcel_bytes // row_bytes))
+        self._row_bytes = row_bytes
+        self._outboxes = {
+            peer: Outbox(window_rows) for peer in range(placement.world) if peer != rank
+        }
+        self.sent_parcels = 0
+        self.sent_bytes = 0
+
+    @property
+    def waiting_rows(self) -> int:
+        """Dispatch rows that wait for credits."""
+        return sum(p.rows for box in self._outboxes.values() for p in box.waiting)
+
+    @property
+    def outstanding_rows(self) -> int:
+        """Dispatch rows whose credits are with expert ranks."""
+        return sum(box.window.outstanding for box in self._outboxes.values())
+
+    def dispatch(
+        self,
+        stage: int,
+        table: TokenTable,
+        slots: NDArray[np.int64],
+        result: AttentionResult,
+    ) -> Parcel | None:
+        """Send the rows of an attention batch to their experts of `stage`.
+
+        Returns the parcel for the experts of this very rank, which never touches the transport.
+        """
+        owner = self._placement.owner[self._chain.layer(stage)]
+        parts, routes = route(
+            result.experts, result.weights, owner, self._placement.world, self._per_expert
+        )
+        table.expect(slots, stage, parts)
+        slot, epoch = slots.astype(np.uint32), table.epoch[slots]
+        local = None
+        for to in routes:
+            parcel = _dispatch_parcel(stage, slot, epoch, result.hidden, to)
+            if to.rank == self._rank:
+                local = parcel
+            else:
+                self._outboxes[to.rank].waiting.append(parcel)
+                self._flush(to.rank)
+        return local
+
+    def combine(self, step: ExpertStep, out: torch.Tensor) -> list[Parcel]:
+        """Send the output rows of an expert batch home, with the credits of their input rows.
+
+        Returns the parcels of rows whose home is this rank.
+        """
+        sources = np.array([segment.source for segment in step.segments])
+        ends = np.cumsum(step.out_of_segment)
+        starts = np.flatnonzero(np.diff(sources, prepend=-1))
+        local = []
+        for i, first in enumerate(starts.tolist()):
+            last = int(starts[i + 1]) if i + 1 < len(starts) else len(sources)
+            rows = slice(int(ends[first - 1]) if first else 0, int(ends[last - 1]))
+            parcel = Parcel(
+                ParcelClass.COMBINE, step.stage, step.slot[rows], step.epoch[rows],
+                step.part[rows], out[rows],
+                credits=sum(segment.parcel.rows for segment in step.segments[first:last]),
+            )
+            home = int(sources[first])
+            if home == self._rank:
+                local.append(parcel)
+            else:
+                self._send_home(home, parcel)
+        return local
+
+    def credit(self, peer: int, rows: int) -> None:
+        """`peer` gave back `rows` credits. Raises `ProtocolError` if it had fewer outstanding."""
+        if rows:
+            self._outboxes[peer].window.give_back(rows)
+            self._flush(peer)
+
+    def forget(self, peer: int) -> None:
+        """The peer is lost: drop what waits for it."""
+        self._outboxes[peer].waiting.clear()
+
+    def _flush(self, peer: int) -> None:
+        outbox = self._outboxes[peer]
+        while (parcel := outbox.next()) is not None:
+            self._post(peer, parcel)
+
+    def _send_home(self, home: int, parcel: Parcel) -> None:
+        for first in range(0, parcel.rows, self._parcel_rows):
+            last = min(first + self._parcel_rows, parcel.rows)
+            rows = slice(first, last)
+            piece = Parcel(
+                parcel.kind, parcel.stage, parcel.slot[rows], parcel.epoch[rows],
+                parcel.part[rows], parcel.payload[rows],
+                credits=parcel.credits if last == parcel.rows else 0,
+            )
+            self._post(home, piece)
+
+    def _post(self, peer: int, parcel: Parcel) -> None:
+        if parcel.kind is ParcelClass.DISPATCH and parcel.rows > self._parcel_rows:
+            self._post(peer, parcel.piece(0, self._parcel_rows))
+            self._post(peer, parcel.piece(self._parcel_rows, parcel.rows))
+            return
+        try:
+            self._transport.post(peer, parcel)
+        except PeerLost:
+            return  # whoever depends on it is told by `on_peer_lost`
+        self.sent_parcels += 1
+        self.sent_bytes += parcel.rows * self._row_bytes
+
+
+def _dispatch_parcel(
+    stage: int,
+    slot: NDArray[np.uint32],
+    epoch: NDArray[np.uint32],
+    hidden: torch.Tensor,
+    to: Route,
+) -> Parcel:
+    if len(to.rows) == len(slot):
+        payload = hidden
+    else:
+        slot, epoch = slot[to.rows], epoch[to.rows]
+        payload = hidden.index_select(0, torch.from_numpy(to.rows))
+    return Parcel(
+        ParcelClass.DISPATCH, stage, slot, epoch, to.part, payload, to.fanout, to.expert, to.weight
+    )

@@ -1,0 +1,152 @@
+"""The executor: asks the scheduler for a stage, takes a batch, hands it to the device.
+
+Up to two batches are with the device: while one computes, the next is chosen and its columns are
+gathered, so that the device never waits for the loop. Everything here runs on the loop, in
+callbacks; there is no task that could be left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from asyncmoe.device import Device
+from asyncmoe.microqueue import Queues
+from asyncmoe.policy import BatchPolicy
+from asyncmoe.scheduler import QueueView, Scheduler
+from asyncmoe.stats import RankTimes
+from asyncmoe.steps import AttentionStep, ExpertStep, HeadStep
+
+Step = AttentionStep | ExpertStep | HeadStep
+DEPTH = 2
+
+
+class Stages(Protocol):
+    """What the executor drives: how a stage's batch is taken and what becomes of its result."""
+
+    def prepare(self, stage: int, max_rows: int) -> Step:
+        """Take a batch off the queue of `stage`, which is not empty, and gather its columns."""
+
+    def finish(self, step: Step, result: Any) -> None:
+        """The device is done with `step`."""
+
+    def failed(self, step: Step, error: BaseException) -> None:
+        """The compute of `step` raised."""
+
+
+@dataclass(slots=True)
+class _Running:
+    step: Step
+    after: list[Callable[[], None]] = field(default_factory=list)
+
+
+class _Timed:
+    """A step that notes its compute time."""
+
+    __slots__ = ("compute_s", "step")
+
+    def __init__(self, step: Step) -> None:
+        self.step, self.compute_s = step, 0.0
+
+    def __call__(self) -> Any:
+        begin_s = time.perf_counter()
+        result = self.step()
+        self.compute_s = time.perf_counter() - begin_s
+        return result
+
+
+class Executor:
+    """Keeps the device of one rank busy."""
+
+    def __init__(
+        self,
+        queues: Queues,
+        scheduler: Scheduler,
+        policy: BatchPolicy,
+        device: Device,
+        stages: Stages,
+        times: RankTimes,
+    ) -> None:
+        self._queues, self._scheduler, self._policy = queues, scheduler, policy
+        self._device, self._stages, self._times = device, stages, times
+        self._loop = asyncio.get_running_loop()
+        self._running: deque[_Running] = deque()
+        self._scheduled = False
+        self._linger: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    def notify(self) -> None:
+        """Rows became ready. Coalesced: all that arrives in one turn of the loop is seen at once."""
+        if not self._scheduled and not self._closed:
+            self._scheduled = True
+            self._loop.call_soon(self._pump)
+
+    def after_running(self, callback: Callable[[], None]) -> None:
+        """Call back when the batches that are now with the device are done; at once if none is."""
+        if self._running:
+            self._running[-1].after.append(callback)
+        else:
+            callback()
+
+    def close(self) -> None:
+        """Start nothing more; what runs is let to its end by the device."""
+        self._closed = True
+        if self._linger is not None:
+            self._linger.cancel()
+
+    def _pump(self) -> None:
+        self._scheduled = False
+        while len(self._running) < DEPTH and not self._closed:
+            begin_s = time.perf_counter()
+            stage = self._choose()
+            if stage is None:
+                break
+            step = self._stages.prepare(stage, int(self._policy.max_rows[stage]))
+            self._queues.decision += 1
+            self._scheduler.executed(stage, step.row_count)
+            running, timed = _Running(step), _Timed(step)
+            self._running.append(running)
+            self._device.submit(timed).add_done_callback(partial(self._done, running, timed))
+            times = self._times.kinds[step.kind]
+            times.batches += 1
+            times.rows += step.row_count
+            times.prepare_s += time.perf_counter() - begin_s
+
+    def _choose(self) -> int | None:
+        queues, now_s = self._queues, self._loop.time()
+        runnable = self._policy.runnable(queues.rows, queues.oldest_s, now_s)
+        if not runnable.any():
+            self._wait_for_linger()
+            return None
+        return self._scheduler.choose(
+            QueueView(
+                queues.rows, runnable, queues.oldest_decision, queues.oldest_s,
+                queues.decision, now_s,
+            )
+        )
+
+    def _wait_for_linger(self) -> None:
+        when_s = self._policy.next_runnable_s(self._queues.rows, self._queues.oldest_s)
+        if self._linger is not None:
+            self._linger.cancel()
+        self._linger = None if when_s is None else self._loop.call_at(when_s, self.notify)
+
+    def _done(self, running: _Running, timed: _Timed, future: asyncio.Future[Any]) -> None:
+        self._running.remove(running)
+        begin_s = time.perf_counter()
+        error = None if future.cancelled() else future.exception()
+        if error is not None:
+            self._stages.failed(running.step, error)
+        else:
+            self._stages.finish(running.step, future.result())
+        for callback in running.after:
+            callback()
+        times = self._times.kinds[running.step.kind]
+        times.compute_s += timed.compute_s
+        times.finish_s += time.perf_counter() - begin_s
+        self.notify()

@@ -1,0 +1,135 @@
+"""Which home rank a request goes to, and which requests are refused before they cost anything.
+
+The front end keeps its own account of every home rank: what it sent there and has not seen end.
+It needs no message for that, and it is right at the moment it is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from asyncmoe.errors import RequestError, RequestFailed
+from asyncmoe.sampling import SamplingParams
+
+
+class Overloaded(RequestFailed):
+    """All home ranks have as many requests as they queue."""
+
+
+@dataclass(slots=True)
+class Home:
+    """The front end's account of one home rank."""
+
+    rank: int
+    pool_blocks: int
+    free_blocks: int  # below 0 when requests wait there
+    tokens: int = 0  # prompt and answer of all outstanding requests
+    requests: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Booking:
+    """What one request takes of its home rank; give it back exactly once."""
+
+    rank: int
+    tokens: int
+    blocks: int
+
+
+class Admission:
+    """Checks requests against the model and the KV pools, and spreads them over the home ranks."""
+
+    def __init__(
+        self,
+        *,
+        context: int,
+        vocab: int,
+        block_tokens: int,
+        kv_blocks_of: Mapping[int, int],
+        requests_per_home: int,
+    ) -> None:
+        """`kv_blocks_of` has every home rank; `requests_per_home` bounds running and waiting."""
+        self.context, self.vocab, self.block_tokens = context, vocab, block_tokens
+        self.requests_per_home = requests_per_home
+        self._homes = {rank: Home(rank, n, n) for rank, n in sorted(kv_blocks_of.items())}
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens that the largest KV pool holds."""
+        return max((h.pool_blocks for h in self._homes.values()), default=0) * self.block_tokens
+
+    def check(self, prompt: Sequence[int], params: SamplingParams) -> int:
+        """Return the most tokens that the request may produce.
+
+        Raises `RequestError` for an empty prompt, a token id out of range, a prompt that is longer
+        than the context or the KV pool, and for more `max_tokens` than either has left.
+        """
+        if not prompt:
+            raise RequestError("prompt is empty; it must have at least one token", "prompt")
+        if min(prompt) < 0 or max(prompt) >= self.vocab:
+            bad = next(token for token in prompt if not 0 <= token < self.vocab)
+            raise RequestError(
+                f"prompt token id {bad} is not in the vocabulary: 0 to {self.vocab - 1}", "prompt"
+            )
+        room = self.context, "the model's context"
+        # The last token is only sent out: it never enters the layers, so it takes no KV.
+        pool = self.pool_tokens + 1, f"the KV pool of a home rank ({self.pool_tokens} tokens)"
+        for limit, what in (room, pool):
+            if len(prompt) >= limit:
+                raise RequestError(
+                    f"prompt of {len(prompt)} tokens leaves no room for an answer: {what} has room "
+                    f"for {limit} tokens, prompt and answer together",
+                    "prompt",
+                )
+            if params.max_tokens is not None and len(prompt) + params.max_tokens > limit:
+                raise RequestError(
+                    f"prompt of {len(prompt)} tokens and max_tokens {params.max_tokens} make "
+                    f"{len(prompt) + params.max_tokens}: {what} has room for {limit} tokens, "
+                    "prompt and answer together",
+                    "max_tokens",
+                )
+        if params.max_tokens is not None:
+            return params.max_tokens
+        return min(self.context, self.pool_tokens + 1) - len(prompt)
+
+    def book(self, tokens: int) -> Booking:
+        """Choose the home rank of a request of `tokens` tokens: most free KV blocks, fewest tokens.
+
+        Raises `RequestFailed` if no home rank is left, `Overloaded` if all of them are full.
+        """
+        if not self._homes:
+            raise RequestFailed("no home rank is left to run requests")
+        blocks = -(-(tokens - 1) // self.block_tokens)
+        able = [
+            h
+            for h in self._homes.values()
+            if h.requests < self.requests_per_home and h.pool_blocks >= blocks
+        ]
+        if not able:
+            raise Overloaded(
+                f"every home rank has its {self.requests_per_home} requests "
+                "(engine.max_requests + engine.queue_requests); try again later"
+            )
+        home = min(able, key=lambda h: (-h.free_blocks, h.tokens, h.rank))
+        home.free_blocks -= blocks
+        home.tokens += tokens
+        home.requests += 1
+        return Booking(home.rank, tokens, blocks)
+
+    def release(self, booking: Booking) -> None:
+        """The request has ended. A booking of a lost rank is forgotten already."""
+        home = self._homes.get(booking.rank)
+        if home is None:
+            return
+        home.free_blocks += booking.blocks
+        home.tokens -= booking.tokens
+        home.requests -= 1
+
+    def lose(self, rank: int) -> None:
+        """The rank is gone: nothing is sent there any more."""
+        self._homes.pop(rank, None)
+
+    def account(self) -> dict[int, Home]:
+        """The home ranks as this front end sees them, for reports."""
+        return dict(self._homes)

@@ -1,0 +1,348 @@
+"""The engine as a Python object: requests in, streams of tokens out. It lives beside rank 0."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol, cast
+
+from asyncmoe.checkpoint import open_checkpoint
+from asyncmoe.config import Config
+from asyncmoe.errors import PeerLost, RequestError, RequestFailed
+from asyncmoe.frontend.admission import Admission, Booking
+from asyncmoe.frontend.generation import Generation, Prompt
+from asyncmoe.frontend.output import FinishReason, Transcript
+from asyncmoe.frontend.startup import start_ranks
+from asyncmoe.frontend.stream import RequestStream
+from asyncmoe.frontend.textstream import TextStream
+from asyncmoe.frontend.tokenizer import Tokenizer
+from asyncmoe.messages import (
+    Abort,
+    Admit,
+    Ended,
+    Message,
+    Shutdown,
+    Stats,
+    StatsRequest,
+    TokensOut,
+)
+from asyncmoe.model import ModelSpec
+from asyncmoe.placement import Placement, Role
+from asyncmoe.sampling import SamplingParams
+
+log = logging.getLogger(__name__)
+
+LONG_PROMPT_CHARS = 4096  # from here on a prompt is tokenised off the loop (about 1 ms of work)
+
+
+class FrontEndRank(Protocol):
+    """What the engine needs of rank 0 (`asyncmoe.rank.Rank`)."""
+
+    spec: ModelSpec
+    placement: Placement
+    kv_blocks_of: dict[int, int]  # KV blocks of each home rank
+    on_front_end: Callable[[int, Message], None]
+    on_rank_lost: Callable[[int, Exception], None]
+
+    def send(self, rank: int, message: Message) -> None:
+        """Send to any rank, rank 0 included. Raises `PeerLost`."""
+
+    async def close(self) -> None:
+        """Stop rank 0."""
+
+
+class OtherRanks(Protocol):
+    """What the engine needs of all ranks but rank 0 (`startup.Ranks`)."""
+
+    async def close(self) -> None:
+        """Wait for them to end, and kill what does not."""
+
+
+class AsyncEngine:
+    """Runs requests over all ranks; one instance per process, bound to the loop it started on.
+
+    Promises:
+    - a request that is refused raises `RequestError` from its first read, before it costs a slot;
+    - a reader that is slow, gone or cancelled holds up nobody else;
+    - after `close()` every open request has ended (`finish_reason` "abort"), and no rank, task or
+      socket of this engine is left.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        rank: FrontEndRank,
+        tokenizer: Tokenizer | None,
+        others: OtherRanks | None = None,
+        sampling_defaults: Mapping[str, float | int] | None = None,
+    ) -> None:
+        """For ranks that run already; `AsyncEngine.start` is the usual way. Call on the loop.
+
+        `sampling_defaults` are the checkpoint's own wishes; the HTTP server follows them.
+        """
+        self.sampling_defaults = sampling_defaults or {}
+        self.config, self.rank, self.tokenizer = config, rank, tokenizer
+        self.loop = asyncio.get_running_loop()
+        self.lost: dict[int, Exception] = {}  # ranks that are gone, and why
+        self.tokens_out = 0  # tokens of all requests so far
+        self._others = others
+        self._numbers = itertools.count(1)
+        self._unnamed = itertools.count(1)
+        self._streams: dict[int, RequestStream] = {}
+        self._bookings: dict[int, Booking] = {}
+        self._reports: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._closed: asyncio.Task[None] | None = None
+        self._admission = Admission(
+            context=rank.spec.context,
+            vocab=rank.spec.vocab,
+            block_tokens=config.kv.block_tokens,
+            kv_blocks_of=rank.kv_blocks_of,
+            requests_per_home=config.engine.max_requests + config.engine.queue_requests,
+        )
+        rank.on_front_end = self._on_message
+        rank.on_rank_lost = self._on_rank_lost
+
+    @classmethod
+    async def start(cls, config: Config) -> AsyncEngine:
+        """Start or meet all ranks of `config`, load the model, and return when all is ready.
+
+        Raises `ConfigError`, `CheckpointError`, `RankFailed` with the failed rank's own error, or
+        `TimeoutError`; then nothing is left running.
+        """
+        ranks = await start_ranks(config)
+        try:
+            checkpoint = open_checkpoint(config.model)
+            tokenizer = await asyncio.to_thread(Tokenizer.load, checkpoint.directory)
+            return cls(
+                ranks.config, ranks.front, tokenizer, ranks, dict(checkpoint.sampling_defaults)
+            )
+        except BaseException as error:
+            await ranks.front.close()
+            await ranks.give_up(error)
+            raise
+
+    # ---- requests
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        chat_options: Mapping[str, Any] | None = None,
+    ) -> Generation:
+        """Run one request: text, token ids, or chat messages that the chat template renders.
+
+        `chat_options` are switches of the template (`Tokenizer.render_chat`).
+
+        Returns an async iterator of `RequestOutput`; see `Generation` for when it aborts. Its
+        first read raises `RequestError` if the request is refused.
+        """
+        return Generation(
+            self,
+            prompt,
+            params or SamplingParams(),
+            request_id or f"request-{next(self._unnamed)}",
+            chat_options or {},
+        )
+
+    async def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        chat_options: Mapping[str, Any],
+    ) -> tuple[int, RequestStream]:
+        """Tokenise, check and admit, for `Generation`. Returns the request's number and stream."""
+        arrival_s = self.loop.time()
+        prompt_ids = await self._tokenize(prompt, chat_options)
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer; the checkpoint has none", "stop")
+        if self._closed is not None:
+            raise RequestFailed("the engine is closed")
+        self._check_ranks()
+        params.check_against(self.rank.spec.vocab, self.rank.spec.context)
+        params = replace(params, max_tokens=self._admission.check(prompt_ids, params))
+        booking = self._admission.book(len(prompt_ids) + cast(int, params.max_tokens))
+        number = next(self._numbers)
+        text = None if self.tokenizer is None else TextStream(self.tokenizer, params)
+        transcript = Transcript(
+            request_id, prompt_ids, arrival_s, pieces=None if text is None else []
+        )
+        stream = RequestStream(transcript, text, params)
+        self._streams[number], self._bookings[number] = stream, booking
+        try:
+            self.rank.send(booking.rank, Admit(number, prompt_ids, params.to_wire()))
+        except PeerLost as error:
+            self._forget(number)
+            raise RequestFailed(str(error)) from error
+        return number, stream
+
+    def abort(self, number: int) -> None:
+        """End a running request with finish_reason "abort" and free what it holds. Idempotent."""
+        stream = self._streams.get(number)
+        if stream is not None:
+            stream.end("abort")
+            self._stop_at_home(number)
+
+    async def _tokenize(self, prompt: Prompt, chat_options: Mapping[str, Any]) -> list[int]:
+        if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
+            return cast(list[int], list(prompt))
+        if self.tokenizer is None:
+            raise RequestError(
+                "the checkpoint has no tokenizer files: give the prompt as token ids", "prompt"
+            )
+        if isinstance(prompt, str):
+            if len(prompt) > LONG_PROMPT_CHARS:
+                return await asyncio.to_thread(self.tokenizer.encode, prompt)
+            return self.tokenizer.encode(prompt)
+        messages = cast("list[Mapping[str, Any]]", list(prompt))
+        return await asyncio.to_thread(self.tokenizer.encode_chat, messages, **chat_options)
+
+    def _check_ranks(self) -> None:
+        for rank, error in self.lost.items():
+            if rank == 0 or self.rank.placement.roles[rank] is not Role.ATTENTION:
+                raise RequestFailed(f"no request can run: rank {rank} is lost: {error}")
+
+    def _stop_at_home(self, number: int) -> None:
+        """Tell the home rank; the account is settled when it answers that the request ended."""
+        booking = self._bookings.get(number)
+        if booking is None:
+            return
+        try:
+            self.rank.send(booking.rank, Abort(number))
+        except PeerLost:
+            self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        self._streams.pop(number, None)
+        booking = self._bookings.pop(number, None)
+        if booking is not None:
+            self._admission.release(booking)
+
+    # ---- what the ranks say
+
+    def _on_message(self, source: int, message: Message) -> None:
+        match message:
+            case TokensOut():
+                self._on_tokens(message)
+            case Ended():
+                self._on_ended(message)
+            case Stats():
+                report = self._reports.pop(source, None)
+                if report is not None and not report.done():
+                    report.set_result(message.values)
+            case _:
+                log.warning("front end: unexpected %s of rank %d", type(message).__name__, source)
+
+    def _on_tokens(self, message: TokensOut) -> None:
+        """One step of one home rank: a constant amount of work per token in it."""
+        now_s = self.loop.time()
+        self.tokens_out += len(message.tokens)
+        for number, token, finish, stop_token, logprobs in zip(
+            message.request_ids,
+            message.tokens,
+            message.finish,
+            message.stop_token,
+            message.logprobs,
+            strict=True,
+        ):
+            stream = self._streams.get(number)
+            if stream is None:
+                continue
+            running = not stream.ended
+            stream.push(token, cast("FinishReason | None", finish), stop_token, logprobs, now_s)
+            if finish is not None:
+                self._forget(number)
+            elif running and stream.ended:
+                # Later, since a home in this process is in the middle of its step.
+                self.loop.call_soon(self._stop_at_home, number)
+
+    def _on_ended(self, message: Ended) -> None:
+        stream = self._streams.get(message.request_id)
+        if stream is not None:
+            if message.reason == "aborted":
+                stream.end("abort")
+            elif message.reason == "refused":
+                stream.fail(RequestError(message.message, message.parameter))
+            else:
+                stream.fail(RequestFailed(message.message))
+        self._forget(message.request_id)
+
+    def _on_rank_lost(self, rank: int, error: Exception) -> None:
+        """Fail what is homed there; requests with parts there are failed by their home ranks.
+
+        With rank 0, which is this process, all is lost.
+        """
+        if rank in self.lost or self._closed is not None:
+            return
+        self.lost[rank] = error
+        self._admission.lose(rank)
+        for number in [n for n, each in self._bookings.items() if rank in (0, each.rank)]:
+            self._streams[number].fail(RequestFailed(f"rank {rank} is lost: {error}"))
+            self._forget(number)
+        report = self._reports.pop(rank, None)
+        if report is not None and not report.done():
+            report.set_exception(error)
+
+    # ---- the whole
+
+    @property
+    def transport_name(self) -> str:
+        """The transport that the ranks use."""
+        return self.config.transport.name or "inproc"
+
+    @property
+    def running(self) -> int:
+        """Requests that have been admitted and have not ended."""
+        return len(self._streams)
+
+    @property
+    def request_window(self) -> int:
+        """Requests that keep every home rank busy; more at a time only wait."""
+        return 2 * self.config.engine.max_requests * max(1, len(self._admission.account()))
+
+    async def stats(self, timeout_s: float = 5.0) -> dict[int, dict[str, Any]]:
+        """The counters of every rank by rank; a rank that is lost or silent is left out."""
+        for rank in range(self.rank.placement.world):
+            if rank not in self.lost and rank not in self._reports:
+                self._reports[rank] = self.loop.create_future()
+                try:
+                    self.rank.send(rank, StatsRequest())
+                except PeerLost:
+                    del self._reports[rank]
+        waiting = dict(self._reports)
+        if waiting:
+            await asyncio.wait(waiting.values(), timeout=timeout_s)
+        for rank in waiting:
+            self._reports.pop(rank, None)
+        return {
+            rank: report.result()
+            for rank, report in sorted(waiting.items())
+            if report.done() and report.exception() is None
+        }
+
+    async def close(self, reason: str = "the engine is closed") -> None:
+        """End open requests (finish_reason "abort"), stop all ranks, wait for them. Idempotent."""
+        if self._closed is None:
+            self._closed = asyncio.create_task(self._close(reason))
+        await asyncio.shield(self._closed)
+
+    async def _close(self, reason: str) -> None:
+        for stream in self._streams.values():
+            stream.end("abort")
+        for number in list(self._streams):
+            self._forget(number)
+        for rank in range(1, self.rank.placement.world):
+            if rank not in self.lost:
+                try:
+                    self.rank.send(rank, Shutdown(reason))
+                except PeerLost as error:
+                    log.debug("rank %d was gone before its shutdown: %s", rank, error)
+        # The others close while rank 0 does: one that hangs must not hold up what it waits for.
+        await asyncio.gather(
+            self.rank.close(), *([] if self._others is None else [self._others.close()])
+        )

@@ -1,0 +1,146 @@
+"""The mailbox of one request: the loop puts tokens in, one reader takes `RequestOutput`s out.
+
+A reader that is slow costs the engine nothing and holds nobody up: what it has not taken merges
+into one item. So a mailbox never holds more than one answer, which admission has bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from asyncmoe.frontend.output import FinishReason, RequestOutput, TokenLogprob, Transcript
+from asyncmoe.frontend.textstream import TextStream
+from asyncmoe.sampling import SamplingParams
+
+
+class RequestStream:
+    """One request as the front end sees it. All calls are made on the loop; one reader."""
+
+    def __init__(
+        self, transcript: Transcript, text: TextStream | None, params: SamplingParams
+    ) -> None:
+        """`text` None leaves all text out. Stop strings in `params` need it."""
+        self.transcript = transcript
+        self._text = text
+        self._params = params
+        self._decoded = 0  # tokens whose text is made
+        self._silent_tokens = 0  # 1 once a stop token has come: it has no text
+        self._taken_tokens = 0
+        self._taken_pieces = 0
+        self._logprobs: list[TokenLogprob] = []
+        self._finish: FinishReason | None = None
+        self._finish_taken = False
+        self._stop_reason: int | str | None = None
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._wait_for_end = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will come in."""
+        return self._finish is not None or self._error is not None
+
+    def push(
+        self,
+        token: int,
+        finish: FinishReason | None,
+        stop_token: bool,
+        logprobs: list[Any] | None,
+        now_s: float,
+    ) -> None:
+        """Take one token in, as `messages.TokensOut` describes it.
+
+        Stop strings need the text of every token at once; all other text is made when it is read.
+        """
+        if self.ended:
+            return
+        self.transcript.token_ids.append(token)
+        self.transcript.token_times_s.append(now_s)
+        if logprobs is not None:
+            chosen, ids, values = logprobs
+            top = tuple(zip(ids, values, strict=True))
+            self._logprobs.append(TokenLogprob(token, chosen, top))
+        if stop_token:
+            self._silent_tokens = 1
+            self._stop_reason = token if token in self._params.stop_token_ids else None
+        if self._params.stop and self._decode():
+            self.end("stop")
+        elif finish is not None:
+            self.end(finish)
+        else:
+            self._wake()
+
+    def end(self, finish: FinishReason) -> None:
+        """The request is over. The first end counts."""
+        if not self.ended:
+            self._finish = finish
+            self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """The request has no answer: the reader gets `error`. The first end counts."""
+        if not self.ended:
+            self._error = error
+            self._wake()
+
+    async def take(self, *, whole: bool) -> RequestOutput | None:
+        """Wait for news and return it; None once the last item has been taken.
+
+        `whole` waits for the end of the request instead, and is not woken before. Raises the error
+        that the request ended with.
+        """
+        self._wait_for_end = whole
+        while not self.ended and (whole or self._taken_tokens == len(self.transcript.token_ids)):
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if self._error is not None:
+            raise self._error
+        if self._finish_taken:
+            return None
+        return self._make_output()
+
+    def _wake(self) -> None:
+        if self._waiter is None or self._waiter.done():
+            return
+        if self.ended or not self._wait_for_end:
+            self._waiter.set_result(None)
+
+    def _decode(self) -> bool:
+        """Make the text of all tokens so far. Returns True if a stop string was completed."""
+        pieces, end = self.transcript.pieces, len(self.transcript.token_ids) - self._silent_tokens
+        if self._text is None or pieces is None:
+            return False
+        if end > self._decoded:
+            pieces.append(self._text.push(self.transcript.token_ids[self._decoded : end]))
+            self._decoded = end
+        if self._text.stopped is not None:
+            self._stop_reason = self._text.stopped
+            return True
+        return False
+
+    def _make_output(self) -> RequestOutput:
+        transcript = self.transcript
+        self._decode()
+        if self._finish is not None and self._text is not None and transcript.pieces is not None:
+            transcript.pieces.append(self._text.finish())
+            if self._text.stopped is not None:  # completed by what was held back until the end
+                self._finish, self._stop_reason = "stop", self._text.stopped
+        self._finish_taken = self._finish is not None
+        first_token, first_piece = self._taken_tokens, self._taken_pieces
+        self._taken_tokens = len(transcript.token_ids)
+        pieces = transcript.pieces
+        self._taken_pieces = 0 if pieces is None else len(pieces)
+        logprobs, self._logprobs = self._logprobs, []
+        return RequestOutput(
+            delta=None if pieces is None else "".join(pieces[first_piece:]),
+            new_token_ids=transcript.token_ids[first_token:],
+            logprobs=logprobs if self._params.logprobs is not None else None,
+            finish_reason=self._finish,
+            stop_reason=self._stop_reason,
+            transcript=transcript,
+            tokens_so_far=self._taken_tokens,
+            pieces_so_far=self._taken_pieces,
+        )

@@ -1,0 +1,386 @@
+"""What a home rank does with its requests: admission, chunks into the layers, tokens out, the end.
+
+The home rank alone decides about a request. Slots and KV blocks of its whole life are reserved at
+admission, so nothing is ever preempted and no request in the layers waits for memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncmoe.chunks import NONE, ChunkTable
+from asyncmoe.config import EngineConfig
+from asyncmoe.errors import ConfigError, RequestError
+from asyncmoe.kvcache import BlockPool
+from asyncmoe.messages import Admit, Ended, Message, TokensOut
+from asyncmoe.microqueue import Queues
+from asyncmoe.sampler import BAD_LOGITS, Sampled
+from asyncmoe.sampling import SamplingParams
+from asyncmoe.samplingtable import SamplingTable
+from asyncmoe.stage import StageChain
+from asyncmoe.steps import AttentionResult, AttentionStep, HeadStep, Rows
+from asyncmoe.tokentable import TokenTable
+from asyncmoe.transport import Parcel
+
+class Host(Protocol):
+    """What a home needs of its rank."""
+
+    def now_s(self) -> float:
+        """Loop time."""
+
+    def emit(self, message: Message) -> None:
+        """Send a message to the front end."""
+
+    def discard(self, slots: NDArray[np.int64], epochs: NDArray[np.uint32]) -> None:
+        """Tell the expert ranks, at best effort, that these rows are dead."""
+
+    def after_running(self, callback: Callable[[], None]) -> None:
+        """Call back once the stages that now run on the device have ended."""
+
+
+_FINISH = (None, "stop", "length")
+_MOST_CHUNKS = 4  # of one request in the layers, so that a long prompt leaves slots to others
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One admitted or waiting request."""
+
+    request_id: int
+    prompt: NDArray[np.int64]
+    params: SamplingParams
+    limit: int  # most new tokens
+    blocks: int
+    row: int = NONE
+    injected: int = 0  # prompt positions that have entered the layers
+    chunks: list[int] = field(default_factory=list)  # in the layers, in order
+
+
+class Home:
+    """The requests of one home rank, from admission to their last token."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        context: int,
+        vocab: int,
+        chain: StageChain,
+        table: TokenTable,
+        pool: BlockPool,
+        sampling: SamplingTable,
+        queues: Queues,
+        prune: bool,
+        host: Host,
+    ) -> None:
+        """`prune`: the rows that do not sample need nothing after the last attention stage."""
+        if config.slots < config.max_requests + config.prefill_chunk:
+            raise ConfigError(
+                f"engine.slots = {config.slots}: at least engine.max_requests + "
+                f"engine.prefill_chunk = {config.max_requests + config.prefill_chunk}"
+            )
+        self.table, self.pool, self.sampling = table, pool, sampling
+        self.chunks = ChunkTable(config.slots)
+        self._config, self._context, self._vocab = config, context, vocab
+        self._chain, self._queues, self._prune = chain, queues, prune
+        self._host = host
+        self._waiting: deque[Request] = deque()
+        self._prefilling: deque[Request] = deque()
+        self._by_id: dict[int, Request] = {}
+        self._by_row: list[Request | None] = [None] * config.max_requests
+        self._free_rows = list(range(config.max_requests - 1, -1, -1))
+        self._decode_slot = np.full(config.max_requests, NONE, np.int64)
+        self._decode_chunk = np.full(config.max_requests, NONE, np.int64)
+        self._length = np.zeros(config.max_requests, np.int64)  # tokens known: prompt and answer
+
+    @property
+    def running(self) -> int:
+        """Requests in the layers."""
+        return len(self._by_row) - len(self._free_rows)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for admission."""
+        return len(self._waiting)
+
+    # ---- admission
+
+    def admit(self, message: Admit) -> None:
+        """Queue a request; one that can never run is refused with the numbers."""
+        try:
+            request = self._checked(message)
+        except RequestError as error:
+            self._host.emit(Ended(message.request_id, "refused", str(error), error.parameter))
+            return
+        self._by_id[request.request_id] = request
+        self._waiting.append(request)
+        self.pump()
+
+    def _checked(self, message: Admit) -> Request:
+        prompt = np.asarray(message.prompt, np.int64)
+        params = SamplingParams.from_wire(message.sampling)
+        if message.request_id in self._by_id:
+            raise RequestError(f"request id {message.request_id} is in use", "request_id")
+        if not len(prompt):
+            raise RequestError("the prompt is empty", "prompt")
+        if int(prompt.min()) < 0 or int(prompt.max()) >= self._vocab:
+            wrong = prompt[(prompt < 0) | (prompt >= self._vocab)][0]
+            raise RequestError(
+                f"prompt token id {wrong}: the vocabulary has ids 0 to {self._vocab - 1}", "prompt"
+            )
+        if len(prompt) >= self._context:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens; the context is {self._context} tokens, "
+                "answer included",
+                "prompt",
+            )
+        room = self._context - len(prompt)
+        limit = room if params.max_tokens is None else min(params.max_tokens, room)
+        blocks = self.pool.needed(len(prompt) + limit - 1)
+        if blocks > self.pool.blocks:
+            raise RequestError(
+                f"{len(prompt)} prompt tokens and {limit} new ones need {blocks} KV blocks of "
+                f"{self.pool.block_tokens} tokens; the pool has {self.pool.blocks}",
+                "prompt",
+            )
+        if len(self._waiting) >= self._config.queue_requests:
+            raise RequestError(f"{len(self._waiting)} requests are waiting already; try again later")
+        return Request(message.request_id, prompt, params, limit, blocks)
+
+    def pump(self) -> None:
+        """Admit what fits, in order, and put prefill chunks into the layers while slots last."""
+        while self._waiting and self._fits(self._waiting[0]):
+            self._start(self._waiting.popleft())
+        for request in list(self._prefilling):
+            while request.injected < len(request.prompt) and len(request.chunks) < _MOST_CHUNKS:
+                rows = min(self._config.prefill_chunk, len(request.prompt) - request.injected)
+                if rows > self._prefill_slots:
+                    return
+                self._inject(request, rows)
+            if request.injected == len(request.prompt):
+                self._prefilling.remove(request)
+
+    @property
+    def _prefill_slots(self) -> int:
+        """Free slots that no request to come needs as its decode slot."""
+        return self.table.free_slots - len(self._free_rows)
+
+    def _fits(self, request: Request) -> bool:
+        return bool(self._free_rows) and request.blocks <= self.pool.free_blocks
+
+    def _start(self, request: Request) -> None:
+        row = request.row = self._free_rows.pop()
+        self._by_row[row] = request
+        self.pool.reserve(row, request.blocks)
+        self._decode_slot[row] = self.table.allocate(1)[0]
+        self._decode_chunk[row] = NONE
+        self._length[row] = len(request.prompt)
+        self.sampling.set(row, request.params, request.prompt, len(request.prompt) + request.limit)
+        self._prefilling.append(request)
+
+    def _inject(self, request: Request, rows: int) -> None:
+        first, last = request.injected, request.injected + rows
+        slots = self.table.allocate(rows)
+        self.table.token[slots] = request.prompt[first:last]
+        self.table.position[slots] = np.arange(first, last)
+        earlier = request.chunks[-1] if request.chunks else NONE
+        chunk = self.chunks.open(request.row, slots, earlier, samples=last == len(request.prompt))
+        self.table.chunk[slots] = chunk
+        request.chunks.append(chunk)
+        request.injected = last
+        self._enqueue(self.chunks.may_enter(np.array([chunk])))
+
+    # ---- through the layers
+
+    def _enqueue(self, chunks: NDArray[np.int64]) -> None:
+        """Chunks are ready for their stage."""
+        if not len(chunks):
+            return
+        now_s, stages = self._host.now_s(), self.chunks.stage[chunks]
+        for stage in np.unique(stages).tolist():
+            ready = chunks[stages == stage]
+            self._queues.put_chunks(stage, ready, self.chunks.rows[ready], now_s)
+
+    def leave_attention(
+        self, step: AttentionStep, result: AttentionResult
+    ) -> tuple[NDArray[np.int64], AttentionResult]:
+        """An attention batch is done: move its chunks on.
+
+        Returns slots and results of the rows that go to experts: those that were not cancelled
+        meanwhile and, behind the last layer, those that something still needs.
+        """
+        rows = step.rows
+        needed = np.repeat(rows.alive(self.table), rows.counts)
+        pruned = self._prune and step.layer == self._chain.layers - 1
+        if pruned and len(rows.slots) > rows.batch.decode_rows:
+            needed &= self._end_prefill(rows)
+        slots, chunks, counts = rows.slots, rows.chunks, rows.counts
+        if not needed.all():
+            keep = np.flatnonzero(needed)
+            slots = slots[keep]
+            result = AttentionResult(
+                result.hidden[keep], result.experts[keep], result.weights[keep]
+            )
+            counts = np.add.reduceat(needed.astype(np.int64), rows.ends - rows.counts)
+            chunks, counts = chunks[counts > 0], counts[counts > 0]
+        self._enqueue(self.chunks.leave(chunks, step.stage + 2, counts))
+        return slots, result
+
+    def _end_prefill(self, rows: Rows) -> NDArray[np.bool_]:
+        """Behind the last attention stage only the row that samples goes on; free the others."""
+        needed = np.ones(len(rows.slots), np.bool_)
+        alive = rows.alive(self.table)
+        for segment in np.flatnonzero(alive & (rows.counts > 1)).tolist():
+            chunk, end = int(rows.chunks[segment]), int(rows.ends[segment])
+            first = end - int(rows.counts[segment])
+            if self.chunks.samples[chunk]:
+                needed[first : end - 1] = False
+                self.table.release(rows.slots[first : end - 1])
+                self.chunks.narrow(chunk, rows.slots[end - 1 : end])
+            else:
+                needed[first:end] = False
+                self._close_chunk(chunk)
+        return needed
+
+    def _close_chunk(self, chunk: int) -> None:
+        """A prefill chunk is through: its slots are free for the next one."""
+        request = self._by_row[self.chunks.request[chunk]]
+        assert request is not None
+        request.chunks.remove(chunk)
+        self.table.release(self.chunks.slots[chunk])
+        self._enqueue(self.chunks.close(np.array([chunk])))
+
+    def take_in(self, parcel: Parcel) -> None:
+        """Combine rows arrived."""
+        done = self.table.accept(
+            parcel.stage, parcel.slot, parcel.epoch, parcel.part, parcel.payload
+        )
+        if len(done):
+            self._enqueue(self.chunks.complete(self.table.chunk[done]))
+
+    def leave_head(self, step: HeadStep, sampled: Sampled | None) -> None:
+        """A head batch is done: send its tokens out, start the next step or end the request."""
+        alive = step.rows.alive(self.table)
+        silent = alive.copy()
+        silent[step.sampled_segments] = False
+        for chunk in step.rows.chunks[silent].tolist():
+            self._close_chunk(chunk)
+        if sampled is not None:
+            self._leave_sampled(step, sampled, alive[step.sampled_segments])
+        self.pump()
+
+    def _leave_sampled(self, step: HeadStep, sampled: Sampled, alive: NDArray[np.bool_]) -> None:
+        chunks = step.rows.chunks[step.sampled_segments]
+        for i in np.flatnonzero(alive & sampled.bad).tolist():
+            self.end(self.request_of(int(chunks[i])), "failed", BAD_LOGITS)
+        keep = np.flatnonzero(alive & ~sampled.bad)
+        chunks, tokens = chunks[keep], sampled.tokens[keep]
+        rows = self.chunks.request[chunks]
+        self.sampling.append(rows, tokens)
+        finish = self.sampling.finished(rows, tokens)
+        for chunk in chunks[self._decode_chunk[rows] == NONE].tolist():
+            self._begin_decode(chunk)
+        going = finish == 0
+        self._next_step(rows[going], tokens[going])
+        requests = [request for request in map(self._by_row.__getitem__, rows.tolist()) if request]
+        logprobs: list[list[Any] | None] = [None] * len(sampled.tokens)
+        if sampled.logprobs is not None:
+            logprobs = sampled.logprobs.as_lists(len(sampled.tokens))
+        self._host.emit(
+            TokensOut(
+                [request.request_id for request in requests],
+                tokens.tolist(),
+                [_FINISH[code] for code in finish.tolist()],
+                (finish == 1).tolist(),
+                [logprobs[i] for i in keep.tolist()],
+            )
+        )
+        for i in np.flatnonzero(~going).tolist():
+            self._leave_layers(requests[i])
+            self._free_memory(requests[i])
+
+    def _begin_decode(self, chunk: int) -> None:
+        """The prompt is through: from here on the request goes by its decode slot."""
+        row = int(self.chunks.request[chunk])
+        self._close_chunk(chunk)
+        slots = self._decode_slot[row : row + 1].copy()
+        decode = self.chunks.open(row, slots, NONE, samples=True)
+        self.table.chunk[slots] = decode
+        self._decode_chunk[row] = decode
+
+    def _next_step(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
+        slots, chunks = self._decode_slot[rows], self._decode_chunk[rows]
+        self.table.renew(slots)
+        self.table.token[slots] = tokens
+        self.table.position[slots] = self._length[rows]
+        self._length[rows] += 1
+        self.chunks.stage[chunks] = 0
+        self._enqueue(chunks)
+
+    # ---- the end
+
+    def end(self, request_id: int, reason: str, message: str = "") -> None:
+        """End a request early ("aborted" or "failed"). An unknown id is ignored: it is over.
+
+        Slots are free at once, since late rows die on their epochs; KV blocks are free when the
+        stages that now run have ended.
+        """
+        request = self._by_id.get(request_id)
+        if request is None:
+            return
+        self._host.emit(Ended(request_id, reason, message))
+        if request.row == NONE:
+            self._waiting.remove(request)
+            del self._by_id[request_id]
+            return
+        slots = np.concatenate(
+            [*(self.chunks.slots[c] for c in request.chunks), self._decode_slot[[request.row]]]
+        )
+        away = slots[self.table.open[slots] != 0]
+        if len(away):
+            self._host.discard(away, self.table.epoch[away])
+        self._leave_layers(request)
+        self._host.after_running(lambda: self._free_memory(request))
+
+    def _leave_layers(self, request: Request) -> None:
+        """Give slots and chunks back."""
+        row = request.row
+        chunks = list(request.chunks)
+        for chunk in chunks:
+            self.table.release(self.chunks.slots[chunk])
+        self.table.release(self._decode_slot[[row]])
+        if self._decode_chunk[row] != NONE:
+            chunks.append(int(self._decode_chunk[row]))
+        for chunk in chunks:
+            self._queues.remove_chunks(int(self.chunks.stage[chunk]), np.array([chunk]))
+        self.chunks.close(np.array(chunks, np.int64))
+        request.chunks.clear()
+        if request in self._prefilling:
+            self._prefilling.remove(request)
+        del self._by_id[request.request_id]
+
+    def _free_memory(self, request: Request) -> None:
+        """No running stage reads or writes the request's cache any more."""
+        row = request.row
+        self.pool.release(row, request.blocks)
+        self.sampling.clear(row)
+        self._by_row[row] = None
+        self._decode_slot[row] = self._decode_chunk[row] = NONE
+        self._free_rows.append(row)
+        self.pump()
+
+    def request_of(self, chunk: int) -> int:
+        """Id of the request that a chunk in the layers belongs to."""
+        request = self._by_row[self.chunks.request[chunk]]
+        assert request is not None
+        return request.request_id
+
+    @property
+    def request_ids(self) -> list[int]:
+        """Ids of all requests that wait or run."""
+        return list(self._by_id)

@@ -1,0 +1,153 @@
+"""Authenticated links from one rank to all others: how transports with a control channel start.
+
+Every rank binds a port, publishes it, and then all pairs connect at the same time: a rank dials the
+lower ranks and admits the higher ones. Strangers cost a small, bounded record each and are dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Callable
+
+from asyncmoe import handshake
+from asyncmoe.errors import ConfigError, ProtocolError, RankFailed
+from asyncmoe.link import Link
+from asyncmoe.transport import TransportContext
+
+_LOG = logging.getLogger(__name__)
+_HANDSHAKE_TIMEOUT_S = 10.0
+_WILDCARDS = ("", "0.0.0.0", "::")
+
+Connected = Callable[[Link, int], None]  # (link, generation of the connection)
+
+
+async def connect_all(
+    context: TransportContext, name: str, on_connected: Connected, advertise_host: str | None = None
+) -> None:
+    """Connect to all other ranks, which find this one under `name`/rank in the directory.
+
+    `on_connected` is called once for each, as it comes up. Raises `TimeoutError` naming the ranks
+    that are missing after `start_timeout_s`, `RankFailed`; links that are up are the caller's.
+    """
+    missing = set(range(context.world)) - {context.rank}
+
+    def connected(link: Link, generation: int) -> None:
+        missing.discard(link.peer)
+        on_connected(link, generation)
+
+    listener = await _listen(context.bind_host)
+    try:
+        host = advertise_host or context.bind_host
+        if host in _WILDCARDS:
+            host = socket.gethostname()
+        context.directory.publish(f"{name}/{context.rank}", f"{host}:{listener.getsockname()[1]}")
+        async with asyncio.timeout(context.start_timeout_s), asyncio.TaskGroup() as group:
+            group.create_task(_admit_higher(context, listener, connected))
+            for peer in range(context.rank):
+                group.create_task(_dial(context, name, peer, connected))
+    except TimeoutError:
+        raise TimeoutError(
+            f"rank {context.rank} has no connection to ranks {sorted(missing)} "
+            f"after {context.start_timeout_s:g} s"
+        ) from None
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from None
+    finally:
+        listener.close()
+
+
+async def _listen(host: str) -> socket.socket:
+    """A listening socket on a free port of `host`. Raises `ConfigError` naming the host."""
+    loop = asyncio.get_running_loop()
+    try:
+        family, kind, proto, _, address = (
+            await loop.getaddrinfo(
+                host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )
+        )[0]
+        listener = socket.socket(family, kind, proto)
+        try:
+            listener.setblocking(False)
+            listener.bind(address)
+            listener.listen(socket.SOMAXCONN)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ConfigError(f"cluster.bind_host {host!r} cannot be bound: {error}") from error
+    return listener
+
+
+async def _dial(context: TransportContext, name: str, peer: int, connected: Connected) -> None:
+    address = await context.directory.lookup(f"{name}/{peer}", context.start_timeout_s)
+    host, _, port = address.rpartition(":")
+    loop = asyncio.get_running_loop()
+    sock: socket.socket | None = None
+    try:
+        family, kind, proto, _, where = (
+            await loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+        )[0]
+        sock = socket.socket(family, kind, proto)
+        sock.setblocking(False)
+        await loop.sock_connect(sock, where)
+        generation = await handshake.dial(sock, context.rank, peer, context.world, context.token)
+    except BaseException as error:
+        if sock is not None:
+            sock.close()
+        if isinstance(error, OSError | ProtocolError):
+            raise RankFailed(peer, f"no connection to {address}: {error}") from error
+        raise
+    connected(_link(context, sock, peer), generation)
+
+
+async def _admit_higher(
+    context: TransportContext, listener: socket.socket, connected: Connected
+) -> None:
+    """Admit ranks until all higher ones are here; whoever else dials is dropped."""
+    loop = asyncio.get_running_loop()
+    waiting = set(range(context.rank + 1, context.world))
+    complete = asyncio.Event()
+
+    async def admit(sock: socket.socket) -> None:
+        try:
+            async with asyncio.timeout(_HANDSHAKE_TIMEOUT_S):
+                peer, generation = await handshake.admit(
+                    sock, context.rank, context.world, context.token
+                )
+            if peer not in waiting:
+                raise ProtocolError(f"rank {peer} is connected already")
+        except (OSError, ProtocolError, TimeoutError) as error:
+            sock.close()
+            _LOG.warning("rank %d dropped a connection: %s", context.rank, error)
+            return
+        except BaseException:
+            sock.close()
+            raise
+        connected(_link(context, sock, peer), generation)
+        waiting.discard(peer)
+        if not waiting:
+            complete.set()
+
+    async def accept() -> None:
+        async with asyncio.TaskGroup() as group:
+            while True:
+                sock, _ = await loop.sock_accept(listener)
+                sock.setblocking(False)
+                group.create_task(admit(sock))
+
+    if not waiting:
+        return
+    accepting = asyncio.create_task(accept())
+    try:
+        await complete.wait()
+    finally:
+        accepting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await accepting
+
+
+def _link(context: TransportContext, sock: socket.socket, peer: int) -> Link:
+    return Link(sock, context.rank, peer, context.limits, context.peer_timeout_s)

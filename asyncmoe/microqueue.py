@@ -1,0 +1,233 @@
+"""Micro-queues: the ready rows of one stage on one rank, kept as array segments.
+
+Attention and head stages queue whole chunks (a decode step is a chunk of one row), since the rows
+of a chunk attend to each other; expert stages queue rows, which are independent and may be split
+anywhere. Nothing here loops over rows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncmoe.stage import Kind, StageChain
+from asyncmoe.transport import Parcel
+
+
+@dataclass(slots=True)
+class ChunkSegment:
+    """Chunks that became ready together."""
+
+    chunks: NDArray[np.int64]
+    rows: NDArray[np.int64]  # rows of each chunk
+    joined_s: float
+    joined_decision: int
+
+
+class ChunkQueue:
+    """Ready chunks of an attention or head stage, first in first out."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self._segments: deque[ChunkSegment] = deque()
+
+    @property
+    def oldest(self) -> tuple[float, int]:
+        """Loop time and decision at which the oldest chunk joined. The queue must not be empty."""
+        head = self._segments[0]
+        return head.joined_s, head.joined_decision
+
+    def put(
+        self, chunks: NDArray[np.int64], rows: NDArray[np.int64], now_s: float, decision: int
+    ) -> None:
+        """Append chunks."""
+        self._segments.append(ChunkSegment(chunks, rows, now_s, decision))
+        self.rows += int(rows.sum())
+
+    def take(self, max_rows: int) -> NDArray[np.int64]:
+        """Remove and return chunks of up to `max_rows` rows together; at least one chunk."""
+        taken: list[NDArray[np.int64]] = []
+        room = max_rows
+        while self._segments:
+            head = self._segments[0]
+            upto = int(np.searchsorted(np.cumsum(head.rows), room, side="right"))
+            if upto == 0 and taken:
+                break
+            upto = max(upto, 1)
+            taken.append(head.chunks[:upto])
+            used = int(head.rows[:upto].sum())
+            room -= used
+            self.rows -= used
+            if upto < len(head.chunks):
+                head.chunks, head.rows = head.chunks[upto:], head.rows[upto:]
+                break
+            self._segments.popleft()
+        return taken[0] if len(taken) == 1 else np.concatenate(taken)
+
+    def remove(self, chunks: NDArray[np.int64]) -> None:
+        """Take `chunks` out wherever they stand; those not queued are ignored."""
+        kept: deque[ChunkSegment] = deque()
+        for segment in self._segments:
+            keep = ~np.isin(segment.chunks, chunks)
+            self.rows -= int(segment.rows[~keep].sum())
+            if keep.any():
+                segment.chunks, segment.rows = segment.chunks[keep], segment.rows[keep]
+                kept.append(segment)
+        self._segments = kept
+
+
+class Hold:
+    """A lease shared by the pieces of a split parcel: released when the last row was read."""
+
+    __slots__ = ("_release", "_rows")
+
+    def __init__(self, rows: int, release: Callable[[], None]) -> None:
+        self._rows, self._release = rows, release
+
+    def read(self, rows: int) -> None:
+        """`rows` rows have been read for the last time."""
+        self._rows -= rows
+        if self._rows == 0:
+            self._release()
+
+
+@dataclass(slots=True)
+class RowSegment:
+    """Rows of one dispatch parcel that wait for their expert stage."""
+
+    source: int  # home rank of the rows
+    parcel: Parcel
+    hold: Hold
+    joined_s: float
+    joined_decision: int
+
+
+class RowQueue:
+    """Ready rows of an expert stage, first in first out."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self._segments: deque[RowSegment] = deque()
+
+    @property
+    def oldest(self) -> tuple[float, int]:
+        """Loop time and decision at which the oldest row joined. The queue must not be empty."""
+        head = self._segments[0]
+        return head.joined_s, head.joined_decision
+
+    def put(self, segment: RowSegment) -> None:
+        """Append the rows of a parcel."""
+        self._segments.append(segment)
+        self.rows += segment.parcel.rows
+
+    def take(self, max_rows: int) -> list[RowSegment]:
+        """Remove and return up to `max_rows` rows; the last parcel is split if it must be."""
+        taken: list[RowSegment] = []
+        room = max_rows
+        while self._segments and room > 0:
+            head = self._segments[0]
+            if head.parcel.rows <= room:
+                taken.append(self._segments.popleft())
+            else:
+                piece = RowSegment(head.source, head.parcel.piece(0, room), head.hold, *self.oldest)
+                head.parcel = head.parcel.piece(room, head.parcel.rows)
+                taken.append(piece)
+            room -= taken[-1].parcel.rows
+        self.rows -= max_rows - room
+        return taken
+
+    def discard(self, source: int, slots: NDArray[np.uint32], epochs: NDArray[np.uint32]) -> int:
+        """Drop the queued rows of `source` with these (slot, epoch); return how many there were."""
+        dead = _key(slots, epochs)
+        dropped = 0
+        kept: deque[RowSegment] = deque()
+        for segment in self._segments:
+            if segment.source == source:
+                gone = np.isin(_key(segment.parcel.slot, segment.parcel.epoch), dead)
+                count = int(gone.sum())
+                if count:
+                    dropped += count
+                    if count < segment.parcel.rows:
+                        segment.parcel = segment.parcel.select(np.flatnonzero(~gone))
+                        kept.append(segment)
+                    segment.hold.read(count)
+                    continue
+            kept.append(segment)
+        self._segments = kept
+        self.rows -= dropped
+        return dropped
+
+
+def _key(slots: NDArray[np.uint32], epochs: NDArray[np.uint32]) -> NDArray[np.uint64]:
+    return (slots.astype(np.uint64) << np.uint64(32)) | epochs.astype(np.uint64)
+
+
+class Queues:
+    """All micro-queues of one rank, with their depths and ages as arrays over the chain."""
+
+    def __init__(self, chain: StageChain) -> None:
+        self.rows = np.zeros(len(chain), np.int64)
+        self.oldest_s = np.zeros(len(chain), np.float64)
+        self.oldest_decision = np.zeros(len(chain), np.int64)
+        self.decision = 0  # batches executed so far
+        self._queues: list[ChunkQueue | RowQueue] = [
+            RowQueue() if chain.kind(stage) is Kind.EXPERT else ChunkQueue()
+            for stage in range(len(chain))
+        ]
+
+    def put_chunks(
+        self, stage: int, chunks: NDArray[np.int64], rows: NDArray[np.int64], now_s: float
+    ) -> None:
+        """Chunks became ready for an attention or head stage."""
+        queue = self._queues[stage]
+        assert isinstance(queue, ChunkQueue)
+        queue.put(chunks, rows, now_s, self.decision)
+        self._note(stage, queue)
+
+    def put_parcel(self, source: int, parcel: Parcel, hold: Hold, now_s: float) -> None:
+        """Rows became ready for an expert stage."""
+        queue = self._queues[parcel.stage]
+        assert isinstance(queue, RowQueue)
+        queue.put(RowSegment(source, parcel, hold, now_s, self.decision))
+        self._note(parcel.stage, queue)
+
+    def take_chunks(self, stage: int, max_rows: int) -> NDArray[np.int64]:
+        """See `ChunkQueue.take`."""
+        queue = self._queues[stage]
+        assert isinstance(queue, ChunkQueue)
+        chunks = queue.take(max_rows)
+        self._note(stage, queue)
+        return chunks
+
+    def take_rows(self, stage: int, max_rows: int) -> list[RowSegment]:
+        """See `RowQueue.take`."""
+        queue = self._queues[stage]
+        assert isinstance(queue, RowQueue)
+        segments = queue.take(max_rows)
+        self._note(stage, queue)
+        return segments
+
+    def remove_chunks(self, stage: int, chunks: NDArray[np.int64]) -> None:
+        """See `ChunkQueue.remove`."""
+        queue = self._queues[stage]
+        assert isinstance(queue, ChunkQueue)
+        queue.remove(chunks)
+        self._note(stage, queue)
+
+    def discard(self, source: int, slots: NDArray[np.uint32], epochs: NDArray[np.uint32]) -> int:
+        """Drop dead rows of `source` from all expert stages; return how many there were."""
+        dropped = 0
+        for stage, queue in enumerate(self._queues):
+            if isinstance(queue, RowQueue) and queue.rows:
+                dropped += queue.discard(source, slots, epochs)
+                self._note(stage, queue)
+        return dropped
+
+    def _note(self, stage: int, queue: ChunkQueue | RowQueue) -> None:
+        self.rows[stage] = queue.rows
+        if queue.rows:
+            self.oldest_s[stage], self.oldest_decision[stage] = queue.oldest

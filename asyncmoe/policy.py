@@ -1,0 +1,81 @@
+"""The batch policy: how many rows of a stage run at once, and when a stage may run at all.
+
+It stands beside the scheduler: the policy says which stages may run, the scheduler which of them
+does. A stage may run once it has its kind's minimum of rows, or once its oldest row has lingered.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncmoe.config import BatchConfig
+from asyncmoe.errors import ConfigError
+from asyncmoe.stage import Kind, StageChain
+
+
+class BatchPolicy:
+    """The policy of one rank, as arrays over its stage chain.
+
+    Raises `ConfigError` for a minimum above the maximum of its kind, or an endless linger: such a
+    stage could wait for ever.
+    """
+
+    max_rows: NDArray[np.int64]  # [stages]: most rows of a batch
+    min_rows: NDArray[np.int64]  # [stages]: rows for which the stage waits
+    linger_s: float  # longest such wait of a row
+
+    def __init__(self, config: BatchConfig, chain: StageChain) -> None:
+        if not math.isfinite(config.linger_ms):
+            raise ConfigError(f"batch.linger_ms is {config.linger_ms}; it must be a finite number")
+        for kind in Kind:
+            least, most = _limits(config, kind)
+            if least > most:
+                name = kind.name.lower()
+                raise ConfigError(
+                    f"batch.{name}_min_rows is {least}; allowed is 1 to {most}, "
+                    f"which is batch.{name}_max_rows"
+                )
+        limits = [_limits(config, chain.kind(stage)) for stage in range(len(chain))]
+        self.min_rows = np.array([least for least, _ in limits], np.int64)
+        self.max_rows = np.array([most for _, most in limits], np.int64)
+        self.linger_s = config.linger_ms / 1000
+        self._waits = bool((self.min_rows > 1).any())
+
+    def runnable(
+        self, rows: NDArray[np.int64], oldest_s: NDArray[np.float64], now_s: float
+    ) -> NDArray[np.bool_]:
+        """[stages]: whether the stage may run, as `QueueView.runnable` wants it.
+
+        `oldest_s` is the loop time when each stage's oldest row joined; any value where rows is 0.
+        """
+        enough = rows >= self.min_rows
+        if not self._waits:
+            return enough
+        return enough | ((rows > 0) & (oldest_s + self.linger_s <= now_s))
+
+    def next_runnable_s(
+        self, rows: NDArray[np.int64], oldest_s: NDArray[np.float64]
+    ) -> float | None:
+        """Loop time at which the first stage below its minimum has lingered; None without one.
+
+        It is the very time from which `runnable` lets that stage through, so a timer set to it
+        never fires to no avail on a clock that keeps its word. It may lie in the past.
+        """
+        if not self._waits:
+            return None
+        lingering = (rows > 0) & (rows < self.min_rows)
+        if not lingering.any():
+            return None
+        return float(oldest_s[lingering].min() + self.linger_s)
+
+
+def _limits(config: BatchConfig, kind: Kind) -> tuple[int, int]:
+    """Minimum and maximum rows of a batch of this kind."""
+    return {
+        Kind.ATTENTION: (config.attention_min_rows, config.attention_max_rows),
+        Kind.EXPERT: (config.expert_min_rows, config.expert_max_rows),
+        Kind.HEAD: (config.head_min_rows, config.head_max_rows),
+    }[kind]

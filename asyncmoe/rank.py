@@ -1,0 +1,433 @@
+"""One rank: its tables, queues, device and transport wired together, and its control messages."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncmoe.checkpoint import Checkpoint, open_checkpoint
+from asyncmoe.config import Config, ModelConfig
+from asyncmoe.device import Device
+from asyncmoe.dispatcher import Dispatcher
+from asyncmoe.errors import AsyncMoeError, ConfigError, PeerLost, ProtocolError
+from asyncmoe.executor import Executor, Step
+from asyncmoe.frontend.world import World
+from asyncmoe.home import Home
+from asyncmoe.kvcache import BlockPool, cache_tensors, pool_blocks
+from asyncmoe.messages import (
+    Abort,
+    Admit,
+    Credit,
+    Discard,
+    Ended,
+    Message,
+    Shutdown,
+    Stats,
+    StatsRequest,
+    decode,
+    encode,
+)
+from asyncmoe.microqueue import Queues
+from asyncmoe.model import Cache, Model, ModelSpec
+from asyncmoe.placement import Placement, Role, make_placement
+from asyncmoe.policy import BatchPolicy
+from asyncmoe.receptor import Receptor
+from asyncmoe.registry import find, make_scheduler
+from asyncmoe.samplingtable import SamplingTable
+from asyncmoe.scheduler import SchedulerContext
+from asyncmoe.stage import Kind, StageChain
+from asyncmoe.stats import RankTimes
+from asyncmoe.steps import (
+    AttentionStep,
+    ExpertStep,
+    HeadStep,
+    expert_step,
+    gather_rows,
+)
+from asyncmoe.tokentable import TokenTable
+from asyncmoe.transport import Arrival, Directory, Limits, Transport, TransportContext
+
+log = logging.getLogger(__name__)
+
+FRONT_END = 0  # the rank whose process hosts the front end
+
+# The compute thread gives the GIL up around every kernel and must get it back soon, even while the
+# loop is busy; CPython's default of 5 ms is longer than most stages.
+SWITCH_INTERVAL_S = 1e-4
+
+
+class Rank:
+    """Everything of one rank but the front end. Lives on the loop on which `start` ran."""
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        directory: Directory,
+        checkpoint: Checkpoint | None = None,
+    ) -> None:
+        """`checkpoint`: what to load instead of `config.model`."""
+        self.config, self.rank, self.world = config, world.rank, world.size
+        self._directory, self._checkpoint = directory, checkpoint
+        self.on_front_end: Callable[[int, Message], None] = _ignore
+        self.on_rank_lost: Callable[[int, Exception], None] = _ignore
+        self.stopped: asyncio.Future[None]  # done when this rank shall end, or its fatal error
+        self.spec: ModelSpec
+        self.placement: Placement
+        self.kv_blocks_of: dict[int, int]
+        self.times = RankTimes()
+        self._closing = False
+
+    # ---- start and end
+
+    async def start(self) -> None:
+        """Load what the placement needs, connect to all ranks. Raises what goes wrong there."""
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        config = self.config
+        self._loop = asyncio.get_running_loop()
+        self.stopped = self._loop.create_future()
+        checkpoint = self._checkpoint or _open(config.model)
+        self.spec = spec = _with_context(checkpoint.spec, config.model)
+        self.chain = StageChain(len(spec.moe_layers))
+        self.placement = make_placement(
+            config.placement, self.world, len(spec.moe_layers), spec.experts
+        )
+        blocks = pool_blocks(config.kv, spec, config.engine.max_requests)
+        self.kv_blocks_of = dict.fromkeys(self.placement.home_ranks, blocks)
+        self.device: Device = find("devices", config.device.name)(config.device.threads or 1)
+        try:
+            self.model: Model = await self.device.submit(partial(self._load, checkpoint))
+            self._build(blocks)
+            await self.transport.start(self)
+        except BaseException:
+            await self.close()
+            raise
+
+    def _load(self, checkpoint: Checkpoint) -> Model:
+        with checkpoint.source as source:
+            return checkpoint.model_class.load(
+                checkpoint.config,
+                self.spec,
+                source,
+                self.placement.load_plan(self.rank),
+                self.device.torch_device,
+            )
+
+    def _build(self, blocks: int) -> None:
+        config, spec = self.config, self.spec
+        per_expert = config.engine.combine == "per_expert"
+        self.queues = Queues(self.chain)
+        limits = Limits(
+            parcel_bytes=config.transport.parcel_bytes,
+            message_bytes=config.transport.message_bytes,
+            stages=len(self.chain),
+            experts=max(1, spec.experts),
+            hidden=spec.hidden,
+        )
+        self.transport = self._make_transport(limits)
+        self._dispatcher = Dispatcher(
+            self.rank, self.placement, self.chain, self.transport, limits,
+            spec.hidden * spec.dtype.itemsize, config.transport.window_rows, per_expert,
+        )
+        scheduler = make_scheduler(config.scheduler, SchedulerContext(self.chain, fanout=1.0))
+        policy = BatchPolicy(config.batch, self.chain)
+        self.executor = Executor(self.queues, scheduler, policy, self.device, self, self.times)
+        self.home = self._make_home(blocks, per_expert)
+        self._local = np.where(
+            self.placement.owner == self.rank, self.placement.local.astype(np.int64), -1
+        )
+        self._receptor = Receptor(
+            self.rank, self.chain, self._local, self.queues, self._dispatcher, self.home,
+            self.executor.notify, self._loop.time, self.times,
+        )
+
+    def _make_transport(self, limits: Limits) -> Transport:
+        config = self.config
+        name = config.transport.name or ("inproc" if self.world == 1 else "tcp")
+        return find("transports", name)(
+            TransportContext(
+                rank=self.rank,
+                world=self.world,
+                directory=self._directory,
+                limits=limits,
+                device=self.device.torch_device,
+                token=config.cluster.token.encode(),
+                bind_host=config.cluster.bind_host,
+                start_timeout_s=config.cluster.start_timeout_s,
+                peer_timeout_s=config.cluster.peer_timeout_s,
+                options=config.transport.options,
+            )
+        )
+
+    def _make_home(self, blocks: int, per_expert: bool) -> Home | None:
+        if self.placement.roles[self.rank] is Role.EXPERT:
+            return None
+        config, spec, device = self.config, self.spec, self.device.torch_device
+        requests = config.engine.max_requests
+        expert_ranks = len(np.unique(self.placement.owner)) or 1
+        parts = spec.top_k if per_expert else min(spec.top_k, expert_ranks)
+        self._cache: Cache = cache_tensors(spec, blocks, config.kv.block_tokens, requests, device)
+        return Home(
+            config.engine, spec.context, spec.vocab, self.chain,
+            TokenTable(config.engine.slots, max(1, parts), spec.hidden, spec.dtype, device),
+            BlockPool(blocks, config.kv.block_tokens, requests, spec.context),
+            SamplingTable(requests, spec.vocab, spec.eos_ids),
+            self.queues, not self.model.has_finish, self,
+        )
+
+    async def close(self) -> None:
+        """Stop computing, disconnect, end the compute thread. Idempotent."""
+        if self._closing:
+            return
+        self._closing = True
+        if hasattr(self, "executor"):
+            self.executor.close()
+        if hasattr(self, "transport"):
+            await self.transport.close()
+        await self.device.close()
+        if not self.stopped.done():
+            self.stopped.set_result(None)
+
+    # ---- control messages
+
+    def send(self, rank: int, message: Message) -> None:
+        """Send to any rank, this one included. Raises `PeerLost`."""
+        if rank == self.rank:
+            self.deliver(message)
+        else:
+            self.transport.send(rank, encode(message))
+
+    def deliver(self, message: Message) -> None:
+        """A control message of the front end on this rank, for this rank."""
+        self._handle(self.rank, message)
+
+    def _handle(self, source: int, message: Message) -> None:
+        match message:
+            case Admit() if self.home is not None:
+                self.home.admit(message)
+                self.executor.notify()
+            case Admit():
+                self.emit(
+                    Ended(message.request_id, "refused", f"rank {self.rank} is home of nothing")
+                )
+            case Abort() if self.home is not None:
+                self.home.end(message.request_id, "aborted")
+            case Discard():
+                self._discard(source, message)
+            case Credit():
+                self._dispatcher.credit(source, message.rows)
+            case StatsRequest():
+                self.emit(Stats(self.stats()))
+            case Shutdown():
+                self._stop(None)
+            case _ if self.rank == FRONT_END:
+                self.on_front_end(source, message)
+            case _:
+                raise ProtocolError(f"{type(message).__name__} is not for rank {self.rank}")
+
+    def _discard(self, source: int, message: Discard) -> None:
+        slots, epochs = np.array(message.slots, np.int64), np.array(message.epochs, np.int64)
+        rows = self.queues.discard(source, slots.astype(np.uint32), epochs.astype(np.uint32))
+        if rows:
+            self.send(source, Credit(rows))
+
+    @property
+    def outstanding_credits(self) -> int:
+        """Rows that this rank sent to experts elsewhere and whose credits are not back."""
+        return self._dispatcher.outstanding_rows
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and gauges of this rank by name."""
+        out: dict[str, Any] = {
+            **self.times.values(),
+            "busy_s": self.device.busy_s(),
+            "loop_s": self._loop.time(),
+            "sent_parcels": self._dispatcher.sent_parcels,
+            "sent_bytes": self._dispatcher.sent_bytes,
+            "outbox_rows": self._dispatcher.waiting_rows,
+            "decisions": self.queues.decision,
+            "queued_rows": int(self.queues.rows.sum()),
+            "weight_bytes": self.model.weight_bytes(),
+        }
+        if self.home is not None:
+            out |= {
+                "running_requests": self.home.running,
+                "waiting_requests": self.home.waiting,
+                "free_slots": self.home.table.free_slots,
+                "slots": self.home.table.slots,
+                "free_kv_blocks": self.home.pool.free_blocks,
+                "kv_blocks": self.home.pool.blocks,
+                "dropped_rows": self.home.table.dropped_rows,
+                "chunks": self.home.chunks.in_use,
+            }
+        return out
+
+    # ---- what the transport calls (transport.Receiver)
+
+    def on_parcel(self, arrival: Arrival) -> None:
+        """See `Receiver`."""
+        if not self._closing:
+            self._receptor.take(arrival)
+
+    def on_message(self, source: int, message: bytes) -> None:
+        """See `Receiver`."""
+        if not self._closing:
+            self._handle(source, decode(message))
+
+    def on_peer_lost(self, peer: int, error: Exception) -> None:
+        """See `Receiver`. Requests that cannot go on without the peer end with its name."""
+        if self._closing:
+            return
+        log.error("%s", error)
+        self._dispatcher.forget(peer)
+        if peer == FRONT_END:
+            self._stop(PeerLost(peer, "it hosts the front end"))
+        elif self.home is not None and bool((self.placement.owner == peer).any()):
+            for request_id in self.home.request_ids:
+                self.home.end(request_id, "failed", str(error))
+        self.on_rank_lost(peer, error)
+
+    # ---- what the home calls (home.Host)
+
+    def now_s(self) -> float:
+        """See `Host`."""
+        return self._loop.time()
+
+    def emit(self, message: Message) -> None:
+        """See `Host`."""
+        if self.rank == FRONT_END:
+            self.on_front_end(self.rank, message)
+            return
+        try:
+            self.transport.send(FRONT_END, encode(message))
+        except PeerLost as error:
+            self._stop(error)
+
+    def discard(self, slots: NDArray[np.int64], epochs: NDArray[np.uint32]) -> None:
+        """See `Host`."""
+        self.queues.discard(self.rank, slots.astype(np.uint32), epochs)
+        note = encode(Discard(slots.tolist(), epochs.tolist()))
+        for peer in np.unique(self.placement.owner).tolist():
+            if peer != self.rank:
+                try:
+                    self.transport.send(peer, note)
+                except PeerLost as error:
+                    log.debug("no discard: %s", error)
+
+    def after_running(self, callback: Callable[[], None]) -> None:
+        """See `Host`."""
+        self.executor.after_running(callback)
+
+    # ---- what the executor calls (executor.Stages)
+
+    def prepare(self, stage: int, max_rows: int) -> Step:
+        """See `Stages`."""
+        kind, layer = self.chain.kind(stage), self.chain.layer(stage)
+        if kind is Kind.EXPERT:
+            return expert_step(
+                self.model, stage, layer, self.queues.take_rows(stage, max_rows),
+                self._local[layer], len(self.placement.local_experts(self.rank, layer)),
+                self.config.engine.combine == "per_expert",
+            )
+        assert self.home is not None
+        table = self.home.table
+        rows = gather_rows(self.home, self.queues.take_chunks(stage, max_rows))
+        if kind is Kind.ATTENTION:
+            tokens = table.token[rows.slots] if layer == 0 else rows.slots[:0]
+            return AttentionStep(stage, layer, rows, tokens, self.model, table, self._cache)
+        sampled = np.flatnonzero(self.home.chunks.samples[rows.chunks])
+        requests = self.home.chunks.request[rows.chunks[sampled]]
+        return HeadStep(
+            stage, rows, table.token[rows.slots], sampled, self.home.sampling.batch(requests),
+            self.model, table, self._cache,
+        )
+
+    def finish(self, step: Step, result: Any) -> None:
+        """See `Stages`."""
+        if self._closing:
+            return
+        match step:
+            case AttentionStep():
+                assert self.home is not None
+                slots, result = self.home.leave_attention(step, result)
+                if len(slots):
+                    local = self._dispatcher.dispatch(
+                        step.stage + 1, self.home.table, slots, result
+                    )
+                    if local is not None:
+                        self._receptor.put_local(local)
+                self.home.pump()
+            case HeadStep():
+                assert self.home is not None
+                self.home.leave_head(step, result)
+            case ExpertStep():
+                for parcel in self._dispatcher.combine(step, result):
+                    assert self.home is not None
+                    self.home.take_in(parcel)
+                for segment in step.segments:
+                    segment.hold.read(segment.parcel.rows)
+
+    def failed(self, step: Step, error: BaseException) -> None:
+        """See `Stages`: an expert batch belongs to others, so its failure is this rank's."""
+        log.error("stage %s failed", self.chain.name(step.stage), exc_info=error)
+        if isinstance(step, ExpertStep):
+            self._stop(AsyncMoeError(f"{self.chain.name(step.stage)} failed: {error}"))
+            return
+        assert self.home is not None
+        rows = step.rows
+        reason = f"{self.chain.name(step.stage)} failed: {error}"
+        for chunk in rows.chunks[rows.alive(self.home.table)].tolist():
+            self.home.end(self.home.request_of(chunk), "failed", reason)
+
+    def _stop(self, error: Exception | None) -> None:
+        if self.stopped.done():
+            return
+        if error is None:
+            self.stopped.set_result(None)
+        else:
+            self.stopped.set_exception(error)
+            self.on_rank_lost(self.rank, error)
+
+
+async def run_rank(config: Config, world: World, directory: Directory) -> None:
+    """Be a rank other than the front end's until it is told to stop. Raises what ends it early."""
+    rank = Rank(config, world, directory)
+    await rank.start()
+    log.info("rank %d of %d is ready", world.rank, world.size)
+    try:
+        await rank.stopped
+    finally:
+        await rank.close()
+
+
+def _open(config: ModelConfig) -> Checkpoint:
+    return open_checkpoint(
+        config.name,
+        dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
+        load_format=config.load_format,
+        seed=config.seed,
+        strict=config.strict,
+    )
+
+
+def _with_context(spec: ModelSpec, config: ModelConfig) -> ModelSpec:
+    if config.context is None:
+        return spec
+    if config.context > spec.context:
+        raise ConfigError(
+            f"model.context = {config.context}; the model's own is {spec.context} tokens"
+        )
+    return replace(spec, context=config.context)
+
+
+def _ignore(rank: int, what: object) -> None:
+    pass

@@ -1,0 +1,88 @@
+"""The receptor: takes in what other ranks send, and puts rows where they wait for their stage."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncmoe.dispatcher import Dispatcher
+from asyncmoe.errors import ProtocolError
+from asyncmoe.home import Home
+from asyncmoe.microqueue import Hold, Queues
+from asyncmoe.stage import Kind, StageChain
+from asyncmoe.stats import RankTimes
+from asyncmoe.transport import Arrival, Parcel, ParcelClass
+
+
+class Receptor:
+    """The receiving side of one rank's parcels."""
+
+    def __init__(
+        self,
+        rank: int,
+        chain: StageChain,
+        local: NDArray[np.int64],
+        queues: Queues,
+        dispatcher: Dispatcher,
+        home: Home | None,
+        notify: Callable[[], None],
+        now_s: Callable[[], float],
+        times: RankTimes,
+    ) -> None:
+        """`local`: [MoE layers, experts] local index of each expert; -1 where it is elsewhere."""
+        self._rank, self._chain, self._local = rank, chain, local
+        self._queues, self._dispatcher, self._home = queues, dispatcher, home
+        self._notify, self._now_s, self._times = notify, now_s, times
+
+    def take(self, arrival: Arrival) -> None:
+        """A parcel of another rank. Raises `ProtocolError` if it makes no sense here."""
+        begin_s = time.perf_counter()
+        parcel = arrival.parcel
+        if not 0 <= parcel.stage < len(self._chain) or (
+            self._chain.kind(parcel.stage) is not Kind.EXPERT
+        ):
+            raise ProtocolError(f"parcel for stage {parcel.stage}, which is no expert stage")
+        if parcel.kind is ParcelClass.DISPATCH:
+            self._check_experts(parcel)
+            self._put(arrival.source, parcel, arrival.release)
+        else:
+            self._take_combine(arrival)
+        self._times.received_parcels += 1
+        self._times.receive_s += time.perf_counter() - begin_s
+        self._notify()
+
+    def put_local(self, parcel: Parcel) -> None:
+        """Rows of this rank for experts of this rank."""
+        self._put(self._rank, parcel, _nothing)
+
+    def _put(self, source: int, parcel: Parcel, release: Callable[[], None]) -> None:
+        if parcel.rows == 0:
+            release()
+            return
+        hold = Hold(parcel.rows, release)
+        self._queues.put_parcel(source, parcel, hold, self._now_s())
+
+    def _check_experts(self, parcel: Parcel) -> None:
+        layer = self._chain.layer(parcel.stage)
+        if parcel.rows and int(parcel.fanout.min()) < 1:
+            raise ProtocolError("dispatch row without an expert")
+        if len(parcel.expert) and int(parcel.expert.max()) >= self._local.shape[1]:
+            raise ProtocolError(f"expert {parcel.expert.max()} of {self._local.shape[1]}")
+        if len(parcel.expert) and int(self._local[layer, parcel.expert].min()) < 0:
+            stray = parcel.expert[self._local[layer, parcel.expert] < 0][0]
+            raise ProtocolError(f"expert {stray} of layer {layer} is not on rank {self._rank}")
+
+    def _take_combine(self, arrival: Arrival) -> None:
+        parcel = arrival.parcel
+        if self._home is None:
+            raise ProtocolError(f"combine rows for rank {self._rank}, which is home of nothing")
+        self._home.take_in(parcel)
+        self._dispatcher.credit(arrival.source, parcel.credits)
+        arrival.release()  # the rows have been copied into the token table
+
+
+def _nothing() -> None:
+    pass

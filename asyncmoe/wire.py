@@ -1,0 +1,301 @@
+"""Frames as pure functions: what stands on the wire, byte by byte, and what of it is allowed.
+
+A frame is a fixed prelude of 64 bytes, then its columns, then its payload, all little-endian. The
+prelude ends in a checksum over itself, so that a torn or flipped one is never believed. Columns
+stand in the order slot u32, epoch u32, weight f32, expert u16, fanout u8, part u8, the widest
+first, so that each begins aligned. Every field is checked against `Limits` before anything is
+allocated for it; a frame that fails raises `ProtocolError` naming field, value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from typing import NamedTuple, NoReturn
+from zlib import crc32
+
+import numpy as np
+import torch
+
+from asyncmoe.errors import ParcelTooLarge, ProtocolError
+from asyncmoe.transport import Limits, Parcel, ParcelClass
+
+Buffer = bytes | bytearray | memoryview
+
+MAGIC = b"aMoE"
+VERSION = 1
+_HEAD = struct.Struct("<4sBBBBIIQIIIIIIIQ")
+_CHECKSUM = struct.Struct("<I")
+PRELUDE_BYTES = _HEAD.size + _CHECKSUM.size
+_HANDSHAKE = struct.Struct("<4sBBBxII32s")
+HANDSHAKE_BYTES = _HANDSHAKE.size
+
+DTYPES: tuple[torch.dtype, ...] = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+)
+_CODES = {dtype: code for code, dtype in enumerate(DTYPES, start=1)}
+_ITEMSIZE = (0, *(dtype.itemsize for dtype in DTYPES))
+_CONTROL_CLASS = 0  # the class of frames that are not parcels
+_MOST_FANOUT = 255  # `fanout` is a u8
+_MOST_EXPERT = 65535  # `expert` is a u16
+
+
+class FrameKind(IntEnum):
+    """What a frame is for."""
+
+    PARCEL = 1
+    MESSAGE = 2
+    HEARTBEAT = 3
+    GOODBYE = 4
+    HANDSHAKE = 5
+
+
+# Plain ints for the hot path: looking up an enum's member costs as much as reading a field.
+_PARCEL, _MESSAGE = int(FrameKind.PARCEL), int(FrameKind.MESSAGE)
+_DISPATCH, _COMBINE = int(ParcelClass.DISPATCH), int(ParcelClass.COMBINE)
+
+
+class Prelude(NamedTuple):
+    """The fixed head of a frame. Fields that a kind has no use for are 0.
+
+    `lease` and `generation` name the buffer that the payload goes to: on transports whose sender
+    writes into the receiver's slots, that slot and its generation; elsewhere lease 0 and the
+    generation of the connection, which the handshake agreed on.
+    """
+
+    kind: int
+    parcel_class: int
+    dtype: int  # 1 + index in DTYPES
+    stage: int
+    source: int  # rank of the sender
+    sequence: int  # counts the frames of one (sender, receiver, class) from 0
+    lease: int
+    generation: int
+    rows: int
+    pairs: int
+    hidden: int
+    credits: int
+    column_bytes: int
+    payload_bytes: int
+
+
+class Handshake(NamedTuple):
+    """One record of the handshake; see `handshake.py` for its four steps."""
+
+    step: int
+    rank: int
+    world: int
+    secret: bytes  # 32 bytes: a nonce or a proof
+
+
+def column_bytes(parcel_class: int, rows: int, pairs: int) -> int:
+    """Length of a parcel's columns."""
+    return 9 * rows + 7 * pairs if parcel_class == _DISPATCH else 9 * rows
+
+
+def encode_parcel(
+    parcel: Parcel, limits: Limits, *, source: int, sequence: int, lease: int, generation: int
+) -> bytes:
+    """Prelude and columns of `parcel` in one piece; the payload is not read.
+
+    Raises `ParcelTooLarge`, `ProtocolError` for what the limits do not allow, and `ValueError`
+    for a payload or a column that is not what `Parcel` says it is.
+    """
+    payload, rows, pairs = parcel.payload, len(parcel.slot), len(parcel.expert)
+    code = _CODES.get(payload.dtype)
+    if code is None or payload.dim() != 2 or not payload.is_contiguous():
+        raise ValueError(f"payload {payload.dtype} {tuple(payload.shape)} is not contiguous rows")
+    count, hidden = payload.shape
+    payload_bytes = count * hidden * _ITEMSIZE[code]
+    if payload_bytes > limits.parcel_bytes:
+        raise ParcelTooLarge(payload_bytes, limits.parcel_bytes)
+    length = column_bytes(parcel.kind, rows, pairs)
+    prelude = Prelude(
+        _PARCEL, int(parcel.kind), code, parcel.stage, source, sequence, lease, generation,
+        rows, pairs, hidden, parcel.credits, length, payload_bytes,
+    )  # fmt: skip
+    _check_parcel(prelude, limits)
+    columns = (
+        parcel.slot, parcel.epoch, parcel.weight, parcel.expert, parcel.fanout, parcel.part
+    )  # fmt: skip
+    frame = b"".join((encode_prelude(prelude), *(c.tobytes() for c in columns)))
+    if len(frame) != PRELUDE_BYTES + length or count != rows:
+        shapes = [f"{column.dtype}[{len(column)}]" for column in columns]
+        raise ValueError(f"columns {shapes} do not fit {rows} rows, {pairs} pairs, payload {count}")
+    return frame
+
+
+def encode_message(source: int, sequence: int, length: int, limits: Limits) -> bytes:
+    """Prelude of a control message of `length` bytes. Raises `ProtocolError` if it is too long."""
+    prelude = _control(_MESSAGE, source, sequence, length)
+    _check_control(prelude, limits)
+    return encode_prelude(prelude)
+
+
+def encode_signal(kind: FrameKind, source: int) -> bytes:
+    """A frame without a body: HEARTBEAT or GOODBYE."""
+    return encode_prelude(_control(kind, source, 0, 0))
+
+
+def _control(kind: int, source: int, sequence: int, length: int) -> Prelude:
+    return Prelude(kind, _CONTROL_CLASS, 0, 0, source, sequence, 0, 0, 0, 0, 0, 0, 0, length)
+
+
+def encode_prelude(prelude: Prelude) -> bytes:
+    """The prelude as bytes, unchecked."""
+    head = _HEAD.pack(MAGIC, VERSION, *prelude)
+    return head + _CHECKSUM.pack(crc32(head))
+
+
+def decode_prelude(data: Buffer, limits: Limits) -> Prelude:
+    """Read and check a prelude. Raises `ProtocolError`; allocates nothing that `data` asks for."""
+    if len(data) != PRELUDE_BYTES:
+        _refuse("prelude length", len(data), f"{PRELUDE_BYTES} bytes")
+    magic, version, *fields = _HEAD.unpack_from(data)
+    _check_version(magic, version)
+    (stated,) = _CHECKSUM.unpack_from(data, _HEAD.size)
+    if stated != crc32(memoryview(data)[: _HEAD.size]):
+        _refuse("checksum", stated, "the checksum of the prelude")
+    prelude = Prelude._make(fields)
+    if prelude.kind == _PARCEL:
+        _check_parcel(prelude, limits)
+    else:
+        _check_control(prelude, limits)
+    return prelude
+
+
+def decode_parcel(
+    prelude: Prelude, columns: Buffer, payload: torch.Tensor, limits: Limits
+) -> Parcel:
+    """The parcel of a checked prelude. Its columns are views of `columns`, which it keeps.
+
+    Raises `ProtocolError` when the columns contradict the prelude or each other.
+    """
+    rows, pairs = prelude.rows, prelude.pairs
+    if len(columns) != prelude.column_bytes:
+        _refuse("columns", len(columns), f"{prelude.column_bytes} bytes")
+    numbers = np.frombuffer(columns, np.uint32, 2 * rows, 0)
+    slot, epoch = numbers[:rows], numbers[rows:]
+    if prelude.parcel_class == _COMBINE:
+        part = np.frombuffer(columns, np.uint8, rows, 8 * rows)
+        return Parcel(
+            ParcelClass.COMBINE, prelude.stage, slot, epoch, part, payload, credits=prelude.credits
+        )
+    weight = np.frombuffer(columns, np.float32, pairs, 8 * rows)
+    expert = np.frombuffer(columns, np.uint16, pairs, 8 * rows + 4 * pairs)
+    small = np.frombuffer(columns, np.uint8, rows + pairs, 8 * rows + 6 * pairs)
+    fanout, part = small[:rows], small[rows:]
+    if rows:
+        _check_columns(fanout, expert, pairs, limits)
+    return Parcel(
+        ParcelClass.DISPATCH, prelude.stage, slot, epoch, part, payload, fanout, expert, weight
+    )
+
+
+def dtype_of(prelude: Prelude) -> torch.dtype:
+    """Payload dtype of a checked parcel prelude."""
+    return DTYPES[prelude.dtype - 1]
+
+
+def payload_memory(payload: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous host tensor, without a copy; the view keeps the tensor alive."""
+    if payload.numel() == 0:  # a memoryview with a zero in its shape cannot be cast
+        return memoryview(b"")
+    return payload.view(torch.uint8).numpy().data.cast("B")
+
+
+def encode_handshake(record: Handshake) -> bytes:
+    """One handshake record as bytes."""
+    return _HANDSHAKE.pack(MAGIC, VERSION, FrameKind.HANDSHAKE, *record)
+
+
+def decode_handshake(data: Buffer, step: int) -> Handshake:
+    """Read the record of `step`. Raises `ProtocolError` for anything else."""
+    if len(data) != HANDSHAKE_BYTES:
+        _refuse("handshake length", len(data), f"{HANDSHAKE_BYTES} bytes")
+    magic, version, kind, *fields = _HANDSHAKE.unpack(data)
+    _check_version(magic, version)
+    record = Handshake._make(fields)
+    if kind != FrameKind.HANDSHAKE:
+        _refuse("kind", kind, f"{FrameKind.HANDSHAKE:d} (handshake)")
+    if record.step != step:
+        _refuse("handshake step", record.step, str(step))
+    return record
+
+
+def _check_version(magic: bytes, version: int) -> None:
+    if magic != MAGIC:
+        _refuse("magic", magic, repr(MAGIC))
+    if version != VERSION:
+        _refuse("version", version, str(VERSION))
+
+
+def _check_control(prelude: Prelude, limits: Limits) -> None:
+    """A frame that is not a parcel: everything that its kind has no use for is 0."""
+    kind, sequence, length = prelude.kind, prelude.sequence, prelude.payload_bytes
+    if kind != _MESSAGE:
+        if kind != FrameKind.HEARTBEAT and kind != FrameKind.GOODBYE:
+            _refuse("kind", kind, "parcel, message, heartbeat or goodbye")
+        if sequence or length:
+            _refuse("sequence, payload_bytes", (sequence, length), "0 in heartbeat and goodbye")
+    if length > limits.message_bytes:
+        _refuse("payload_bytes", length, f"at most limits.message_bytes = {limits.message_bytes}")
+    if prelude != _control(kind, prelude.source, sequence, length):
+        _refuse("prelude", prelude, "0 in the fields of a parcel")
+
+
+def _check_parcel(p: Prelude, limits: Limits) -> None:
+    if p.parcel_class != _DISPATCH and p.parcel_class != _COMBINE:
+        _refuse("parcel_class", p.parcel_class, "1 (dispatch) or 2 (combine)")
+    if not 0 <= p.stage < limits.stages:
+        _refuse("stage", p.stage, f"below limits.stages = {limits.stages}")
+    if not 1 <= p.dtype <= len(DTYPES):
+        _refuse("dtype", p.dtype, f"1 to {len(DTYPES)}")
+    if p.rows > limits.parcel_rows:
+        _refuse("rows", p.rows, f"at most limits.parcel_rows = {limits.parcel_rows}")
+    if limits.hidden is not None and p.hidden != limits.hidden:
+        _refuse("hidden", p.hidden, f"limits.hidden = {limits.hidden}")
+    if p.payload_bytes > limits.parcel_bytes:
+        _refuse("payload_bytes", p.payload_bytes, f"limits.parcel_bytes = {limits.parcel_bytes}")
+    if p.hidden * _ITEMSIZE[p.dtype] > limits.parcel_bytes:  # bounds it in a parcel without rows
+        _refuse("hidden", p.hidden, f"a row within limits.parcel_bytes = {limits.parcel_bytes}")
+    if p.payload_bytes != p.rows * p.hidden * _ITEMSIZE[p.dtype]:
+        _refuse("payload_bytes", p.payload_bytes, "rows * hidden * item size")
+    if p.parcel_class == _DISPATCH:
+        if not p.rows <= p.pairs <= _MOST_FANOUT * p.rows:
+            _refuse("pairs", p.pairs, f"{p.rows} to {_MOST_FANOUT * p.rows} for {p.rows} rows")
+        if p.credits:
+            _refuse("credits", p.credits, "0 in a dispatch")
+    elif p.pairs:
+        _refuse("pairs", p.pairs, "0 in a combine")
+    if not 0 <= p.credits <= limits.parcel_rows:
+        _refuse("credits", p.credits, f"at most limits.parcel_rows = {limits.parcel_rows}")
+    if p.column_bytes != column_bytes(p.parcel_class, p.rows, p.pairs):
+        _refuse("column_bytes", p.column_bytes, "the length that rows and pairs give")
+    if p.column_bytes > limits.parcel_bytes:
+        _refuse("column_bytes", p.column_bytes, f"limits.parcel_bytes = {limits.parcel_bytes}")
+
+
+def _check_columns(
+    fanout: np.ndarray[tuple[int, ...], np.dtype[np.uint8]],
+    expert: np.ndarray[tuple[int, ...], np.dtype[np.uint16]],
+    pairs: int,
+    limits: Limits,
+) -> None:
+    total = int(np.add.reduce(fanout, dtype=np.int64))
+    if total != pairs:
+        _refuse("fanout", f"{total} in total", f"{pairs} pairs")
+    if b"\0" in fanout.tobytes():
+        _refuse("fanout", 0, "at least one expert a row")
+    if limits.experts <= _MOST_EXPERT and (highest := int(expert.max())) >= limits.experts:
+        _refuse("expert", highest, f"below limits.experts = {limits.experts}")
+
+
+def _refuse(field: str, value: object, allowed: str) -> NoReturn:
+    raise ProtocolError(f"frame field {field} is {value!r}; allowed: {allowed}")

@@ -1,0 +1,223 @@
+"""The decoder that the MoE families share: stages of attention and router, experts, and head.
+
+A family says what is special about it in a `Blueprint`. One that needs another kind of layer
+(latent attention, recurrent state, shared experts) overrides the method that builds that layer.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from asyncmoe.checkpoint import WeightSource
+from asyncmoe.model import Cache, ExpertBatch, LoadPlan, Model, ModelSpec, Routed, RowBatch
+from asyncmoe.models.blueprint import Blueprint, ExpertNames
+from asyncmoe.models.hfconfig import ConfigReader
+from asyncmoe.models.layers.attention import Attention
+from asyncmoe.models.layers.experts import GatedExperts
+from asyncmoe.models.layers.linear import ACTIVATIONS, GatedMlp, Linear
+from asyncmoe.models.layers.norm import RmsNorm
+from asyncmoe.models.layers.paged import PagedBatch
+from asyncmoe.models.layers.rope import Rotary, make_rotary
+from asyncmoe.models.layers.router import SoftmaxRouter
+
+
+@dataclass(slots=True)
+class DecoderLayer:
+    """The home rank's part of one decoder layer: its MoE layer has a router, else an MLP."""
+
+    attention_norm: RmsNorm
+    attention: Attention
+    mlp_norm: RmsNorm
+    router: SoftmaxRouter | None
+    mlp: GatedMlp | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        parts = (self.attention_norm, self.attention, self.mlp_norm, self.router, self.mlp)
+        return sum(part.nbytes for part in parts if part is not None)
+
+
+class Decoder(Model):
+    """A `Model` made from a `Blueprint`."""
+
+    architecture: ClassVar[str]
+    pack_weights: ClassVar[bool] = True
+
+    @classmethod
+    @abstractmethod
+    def blueprint(cls, config: ConfigReader) -> Blueprint:
+        """Read the config of this family. Raises `ConfigError`."""
+
+    @classmethod
+    def read_spec(cls, config: Mapping[str, Any], dtype: torch.dtype | None) -> ModelSpec:
+        reader = ConfigReader(config)
+        return cls.blueprint(reader).spec(cls.architecture, reader, reader.dtype(dtype))
+
+    @classmethod
+    def load(
+        cls,
+        config: Mapping[str, Any],
+        spec: ModelSpec,
+        source: WeightSource,
+        plan: LoadPlan,
+        device: torch.device,
+    ) -> Self:
+        blueprint = cls.blueprint(ConfigReader(config))
+        optional = ("lm_head.weight",) if blueprint.tied else ()
+        source.expect(blueprint.parameters, optional)
+        return cls(blueprint, spec, source, plan, device)
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        spec: ModelSpec,
+        source: WeightSource,
+        plan: LoadPlan,
+        device: torch.device,
+    ) -> None:
+        self.spec, self._blueprint = spec, blueprint
+        self._source, self._device = source, device
+        self._experts = [
+            self._build_experts(layer, plan.experts[i]) for i, layer in enumerate(spec.moe_layers)
+        ]
+        self._layers: list[DecoderLayer] = []
+        self._bytes = sum(experts.nbytes for experts in self._experts)
+        if plan.attention:
+            self._build_home()
+        # The source stays with the caller: what was read is all that is kept.
+        del self._source
+
+    # -- building ------------------------------------------------------------------------------
+
+    def _read(self, name: str) -> Tensor:
+        shape = self._blueprint.parameters[name]
+        return self._source.read(name, shape).to(self._device, self.spec.dtype)
+
+    def _linear(self, *names: str) -> Linear:
+        """One product for the matrices of `names`, their rows one below the other."""
+        weight = torch.cat([self._read(f"{name}.weight") for name in names])
+        bias = None
+        if f"{names[0]}.bias" in self._blueprint.parameters:
+            bias = torch.cat([self._read(f"{name}.bias") for name in names])
+        return Linear(weight, bias, pack=self.pack_weights)
+
+    def _norm(self, name: str) -> RmsNorm:
+        return RmsNorm(self._read(f"{name}.weight"), self._blueprint.eps)
+
+    def _mlp(self, at: str, names: ExpertNames) -> GatedMlp:
+        gate_up = self._linear(f"{at}.{names.gate}", f"{at}.{names.up}")
+        down = self._linear(f"{at}.{names.down}")
+        return GatedMlp(gate_up, down, ACTIVATIONS[self._blueprint.activation])
+
+    def _build_experts(self, layer: int, experts: tuple[int, ...]) -> GatedExperts:
+        names = self._blueprint.names
+        at = f"model.layers.{layer}.{names.block}.experts"
+        return GatedExperts([self._mlp(f"{at}.{expert}", names) for expert in experts])
+
+    def _build_home(self) -> None:
+        blueprint, dtype = self._blueprint, self.spec.dtype
+        embedding = self._read("model.embed_tokens.weight")
+        if blueprint.tied:
+            self._head = Linear(embedding, pack=False)
+            self._embedding = self._head.weight
+        else:
+            self._head, self._embedding = self._linear("lm_head"), embedding
+            self._bytes += embedding.nbytes
+        self._final_norm = self._norm("model.norm")
+        self._rotary = make_rotary(blueprint.rope, self.spec.context, dtype, self._device)
+        self._layers = [self._build_layer(layer) for layer in range(blueprint.layers)]
+        self._bytes += self._head.nbytes + self._final_norm.nbytes + self._rotary.nbytes
+        self._bytes += sum(layer.nbytes for layer in self._layers)
+
+    def _build_layer(self, layer: int) -> DecoderLayer:
+        at = f"model.layers.{layer}"
+        moe = layer in self.spec.moe_layers
+        return DecoderLayer(
+            self._norm(f"{at}.input_layernorm"),
+            self._build_attention(f"{at}.self_attn", self._rotary),
+            self._norm(f"{at}.post_attention_layernorm"),
+            self._build_router(f"{at}.{self._blueprint.names.block}.gate") if moe else None,
+            None if moe else self._mlp(f"{at}.mlp", ExpertNames()),
+        )
+
+    def _build_attention(self, at: str, rotary: Rotary) -> Attention:
+        blueprint = self._blueprint
+        norms = None
+        if blueprint.head_norm or blueprint.vector_norm:
+            norms = self._norm(f"{at}.q_norm"), self._norm(f"{at}.k_norm")
+        return Attention(
+            self._linear(f"{at}.q_proj", f"{at}.k_proj", f"{at}.v_proj"),
+            self._linear(f"{at}.o_proj"),
+            rotary,
+            heads=blueprint.heads,
+            kv_heads=blueprint.kv_heads,
+            head_dim=blueprint.head_dim,
+            head_norm=norms if blueprint.head_norm else None,
+            vector_norm=norms if blueprint.vector_norm else None,
+            clip=blueprint.clip,
+            window=blueprint.window,
+        )
+
+    def _build_router(self, name: str) -> SoftmaxRouter:
+        blueprint = self._blueprint
+        round_to = self.spec.dtype if blueprint.cast_weights else None
+        return SoftmaxRouter(
+            self._linear(name),
+            blueprint.top_k,
+            renormalise=blueprint.renormalise,
+            round_to=round_to,
+        )
+
+    # -- stages --------------------------------------------------------------------------------
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return functional.embedding(token_ids, self._embedding).to(self.spec.dtype)
+
+    def attention(self, layer: int, x: Tensor, batch: RowBatch, cache: Cache) -> Routed:
+        moe_layers = self.spec.moe_layers
+        first = moe_layers[layer - 1] + 1 if layer else 0
+        paged, angles = PagedBatch(batch), self._rotary.angles(batch)
+        x = self._dense(range(first, moe_layers[layer]), x, angles, paged, cache)
+        last = self._layers[moe_layers[layer]]
+        x = x + last.attention(last.attention_norm(x), angles, paged, cache[moe_layers[layer]])
+        hidden = last.mlp_norm(x)
+        assert last.router is not None
+        experts, weights = last.router(hidden)
+        return Routed(x, hidden, experts, weights)
+
+    def experts(self, layer: int, x: Tensor, batch: ExpertBatch) -> Tensor:
+        return self._experts[layer](x, batch)
+
+    def finish(self, x: Tensor, batch: RowBatch, cache: Cache) -> Tensor:
+        layers = range(self.spec.moe_layers[-1] + 1, self.spec.decoder_layers)
+        if not layers:
+            return x
+        return self._dense(layers, x, self._rotary.angles(batch), PagedBatch(batch), cache)
+
+    def _dense(
+        self, layers: range, x: Tensor, angles: Tensor, batch: PagedBatch, cache: Cache
+    ) -> Tensor:
+        for index in layers:
+            layer = self._layers[index]
+            x = x + layer.attention(layer.attention_norm(x), angles, batch, cache[index])
+            assert layer.mlp is not None
+            x = x + layer.mlp(layer.mlp_norm(x))
+        return x
+
+    @property
+    def has_finish(self) -> bool:
+        return self.spec.moe_layers[-1] + 1 < self.spec.decoder_layers
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self._head(self._final_norm(x)).float()
+
+    def weight_bytes(self) -> int:
+        return self._bytes

@@ -1,0 +1,116 @@
+"""The engine on the integer-exact toy model: tokens are right bit for bit, and nothing is left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests import toymodel
+from tests.cluster import cluster
+
+SMALL: dict[str, dict[str, Any]] = {
+    "engine": {"prefill_chunk": 8, "max_requests": 8, "slots": 48},
+    "kv": {"blocks": 64, "block_tokens": 4},
+    "scheduler": {"name": "defrag_aging"},
+}
+PROMPTS = [[(3 * i + 7 * j) % 97 for j in range(1 + 5 * i)] for i in range(10)]
+
+
+def sections(**changes: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """SMALL with some keys changed."""
+    return {name: {**SMALL.get(name, {}), **changes.get(name, {})} for name in {*SMALL, *changes}}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("combine", ["per_rank", "per_expert"])
+@pytest.mark.parametrize("transport", ["inproc", "tcp"])
+async def test_tokens_are_exact_over_ranks_and_parts(
+    ranks: int, combine: str, transport: str
+) -> None:
+    config = sections(engine={"combine": combine}, transport={"name": transport})
+    async with cluster(ranks, toymodel.checkpoint(), **config) as engine:
+        ids = [engine.submit(prompt, max_tokens=6) for prompt in PROMPTS]
+        await engine.ended(*ids)
+        for request_id, prompt in zip(ids, PROMPTS, strict=True):
+            assert engine.tokens[request_id] == toymodel.reference(prompt, 6, toymodel.spec())
+        await engine.settled()
+
+
+@pytest.mark.parametrize("scheduler", ["mtfs", "flfs", "defrag", "defrag_cyclic", "defrag_aging"])
+async def test_tokens_are_exact_under_every_scheduler(scheduler: str) -> None:
+    config = sections(scheduler={"name": scheduler}, batch={"attention_max_rows": 8})
+    async with cluster(2, toymodel.checkpoint(), **config) as engine:
+        ids = [engine.submit(prompt, max_tokens=6) for prompt in PROMPTS]
+        await engine.ended(*ids)
+        for request_id, prompt in zip(ids, PROMPTS, strict=True):
+            assert engine.tokens[request_id] == toymodel.reference(prompt, 6, toymodel.spec())
+
+
+async def test_one_credit_is_enough() -> None:
+    config = sections(transport={"window_rows": 1})
+    async with cluster(3, toymodel.checkpoint(), **config) as engine:
+        ids = [engine.submit(prompt, max_tokens=4) for prompt in PROMPTS]
+        await engine.ended(*ids)
+        for request_id, prompt in zip(ids, PROMPTS, strict=True):
+            assert engine.tokens[request_id] == toymodel.reference(prompt, 4, toymodel.spec())
+        await engine.settled()
+
+
+async def test_model_that_needs_all_rows_at_the_head_gets_them_in_order() -> None:
+    async with cluster(2, toymodel.checkpoint(finishing=True), **SMALL) as engine:
+        ids = [engine.submit(prompt, max_tokens=4) for prompt in PROMPTS]
+        await engine.ended(*ids)
+        for request_id, prompt in zip(ids, PROMPTS, strict=True):
+            assert engine.tokens[request_id] == toymodel.reference(prompt, 4, toymodel.spec())
+        await engine.settled()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+async def test_cancelled_requests_leave_nothing_and_disturb_nobody(ranks: int) -> None:
+    async with cluster(ranks, toymodel.checkpoint(), **SMALL) as engine:
+        doomed = [engine.submit(prompt, max_tokens=60) for prompt in PROMPTS]
+        kept = [engine.submit(prompt, max_tokens=6) for prompt in PROMPTS]
+        for request_id in doomed:
+            engine.abort(request_id)
+            await engine.until(lambda request_id=request_id: request_id in engine.end)
+        await engine.ended(*kept)
+        assert {engine.end[i] for i in doomed} == {"aborted"}
+        for request_id, prompt in zip(kept, PROMPTS, strict=True):
+            assert engine.tokens[request_id] == toymodel.reference(prompt, 6, toymodel.spec())
+        await engine.settled()
+
+
+async def test_request_that_can_never_fit_is_refused_with_the_numbers() -> None:
+    async with cluster(1, toymodel.checkpoint(), **sections(kv={"blocks": 4})) as engine:
+        refused = engine.submit([1] * 20, max_tokens=5)
+        beyond = engine.submit([1] * 600, max_tokens=5)
+        stranger = engine.submit([1, 97], max_tokens=5)
+        fits = engine.submit([1] * 12, max_tokens=5)
+        await engine.ended(refused, beyond, stranger, fits)
+        assert "need 6 KV blocks of 4 tokens; the pool has 4" in engine.message[refused]
+        assert "600 tokens; the context is 512 tokens" in engine.message[beyond]
+        assert "token id 97: the vocabulary has ids 0 to 96" in engine.message[stranger]
+        assert engine.end[fits] == "length"
+        await engine.settled()
+
+
+async def test_attention_and_expert_roles_work_apart() -> None:
+    config = sections(placement={"roles": ["attention", "expert", "both"]})
+    async with cluster(3, toymodel.checkpoint(), **config) as engine:
+        ids = [engine.submit(prompt, max_tokens=6) for prompt in PROMPTS]
+        await engine.ended(*ids)
+        for request_id, prompt in zip(ids, PROMPTS, strict=True):
+            assert engine.tokens[request_id] == toymodel.reference(prompt, 6, toymodel.spec())
+        assert engine.ranks[1].home is None
+        await engine.settled()
+
+
+async def test_requests_fail_by_name_when_a_rank_with_experts_is_lost() -> None:
+    async with cluster(3, toymodel.checkpoint(), **SMALL) as engine:
+        ids = [engine.submit([1, 2, 3], home=home, max_tokens=100) for home in (0, 1)]
+        await engine.until(lambda: all(engine.tokens[i] for i in ids))
+        engine.ranks[2].transport.abort()  # type: ignore[attr-defined]
+        await engine.ended(*ids)
+        assert [engine.end[i] for i in ids] == ["failed", "failed"]
+        assert all("rank 2 is lost" in engine.message[i] for i in ids)
