@@ -191,7 +191,8 @@ def _check(roles: Sequence[Role], owner: NDArray[np.int64]) -> None:
     for rank, role in enumerate(roles):
         if role is Role.ATTENTION and held[rank]:
             raise ConfigError(
-                f"the placement gives rank {rank} {held[rank]} experts, but its role is attention"
+                f"the placement puts {held[rank]} experts, all layers together, on rank {rank}, "
+                "whose role is attention"
             )
         if role is Role.EXPERT and not held[rank]:
             raise ConfigError(

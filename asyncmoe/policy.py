@@ -6,38 +6,21 @@ does. A stage may run once it has its kind's minimum of rows, or once its oldest
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncmoe.config import BatchConfig
-from asyncmoe.errors import ConfigError
 from asyncmoe.stage import Kind, StageChain
 
 
 class BatchPolicy:
-    """The policy of one rank, as arrays over its stage chain.
-
-    Raises `ConfigError` for a minimum above the maximum of its kind, or an endless linger: such a
-    stage could wait for ever.
-    """
+    """The policy of one rank, as arrays over its stage chain."""
 
     max_rows: NDArray[np.int64]  # [stages]: most rows of a batch
     min_rows: NDArray[np.int64]  # [stages]: rows for which the stage waits
     linger_s: float  # longest such wait of a row
 
     def __init__(self, config: BatchConfig, chain: StageChain) -> None:
-        if not math.isfinite(config.linger_ms):
-            raise ConfigError(f"batch.linger_ms is {config.linger_ms}; it must be a finite number")
-        for kind in Kind:
-            least, most = _limits(config, kind)
-            if least > most:
-                name = kind.name.lower()
-                raise ConfigError(
-                    f"batch.{name}_min_rows is {least}; allowed is 1 to {most}, "
-                    f"which is batch.{name}_max_rows"
-                )
         limits = [_limits(config, chain.kind(stage)) for stage in range(len(chain))]
         self.min_rows = np.array([least for least, _ in limits], np.int64)
         self.max_rows = np.array([most for _, most in limits], np.int64)

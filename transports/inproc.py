@@ -104,7 +104,7 @@ class _Pair:
     def post(self, parcel: Parcel) -> Posted:
         frame, posted = self._outbound.parcel(parcel)
         free = partial(self._outbound.sent, posted)
-        payload = parcel.payload.view(torch.uint8).flatten()
+        payload = parcel.payload.flatten().view(torch.uint8)
         self._loop.call_soon(self._far._take_parcel, frame, payload, free)
         return posted
 

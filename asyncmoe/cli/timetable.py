@@ -15,14 +15,15 @@ def time_table(before: Mapping[int, Report], after: Mapping[int, Report]) -> str
     ranks = sorted(set(before) & set(after))
     columns = [_column(before[rank], after[rank]) for rank in ranks]
     rows = [["", *(f"rank {rank}" for rank in ranks)]]
-    rows += [
-        [name, *(column[name] for column in columns)] for name in (columns[0] if ranks else ())
-    ]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in line)
-        for line in (list(enumerate(zip(row, widths, strict=True))) for row in rows)
-    )
+    for name in columns[0] if columns else ():
+        rows.append([name, *(column[name] for column in columns)])
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    return "\n".join(_line(row, widths) for row in rows)
+
+
+def _line(row: list[str], widths: list[int]) -> str:
+    name, *cells = (f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
+    return "  ".join([row[0].ljust(len(name)), *cells])
 
 
 def _column(before: Report, after: Report) -> dict[str, str]:

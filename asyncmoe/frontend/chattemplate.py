@@ -58,6 +58,7 @@ class ChatTemplates:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
@@ -69,15 +70,19 @@ class ChatTemplates:
         the template refuses the messages.
         """
         template = self._choose(bool(tools))
+        checked = _check_messages(messages)
         try:
             return template.render(
-                **{**self._variables, **variables},
-                messages=_check_messages(messages),
-                tools=list(tools) if tools else None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
+                {
+                    **self._variables,
+                    "documents": None,
+                    **variables,
+                    "messages": checked,
+                    "tools": list(tools) if tools else None,
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        except Exception as error:  # a template is code of others: it may raise anything
             raise RequestError(
                 f"the chat template refuses the messages: {error}", "messages"
             ) from error

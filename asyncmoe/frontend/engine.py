@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol, cast
@@ -112,17 +113,10 @@ class AsyncEngine:
         Raises `ConfigError`, `CheckpointError`, `RankFailed` with the failed rank's own error, or
         `TimeoutError`; then nothing is left running.
         """
+        checkpoint = open_checkpoint(config.model)  # reads no weights
+        tokenizer = await asyncio.to_thread(Tokenizer.load, checkpoint.directory)
         ranks = await start_ranks(config)
-        try:
-            checkpoint = open_checkpoint(config.model)
-            tokenizer = await asyncio.to_thread(Tokenizer.load, checkpoint.directory)
-            return cls(
-                ranks.config, ranks.front, tokenizer, ranks, dict(checkpoint.sampling_defaults)
-            )
-        except BaseException as error:
-            await ranks.front.close()
-            await ranks.give_up(error)
-            raise
+        return cls(ranks.config, ranks.front, tokenizer, ranks, dict(checkpoint.sampling_defaults))
 
     # ---- requests
 
@@ -157,7 +151,7 @@ class AsyncEngine:
         chat_options: Mapping[str, Any],
     ) -> tuple[int, RequestStream]:
         """Tokenise, check and admit, for `Generation`. Returns the request's number and stream."""
-        arrival_s = self.loop.time()
+        arrival_s = time.monotonic()
         prompt_ids = await self._tokenize(prompt, chat_options)
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer; the checkpoint has none", "stop")
@@ -240,7 +234,7 @@ class AsyncEngine:
 
     def _on_tokens(self, message: TokensOut) -> None:
         """One step of one home rank: a constant amount of work per token in it."""
-        now_s = self.loop.time()
+        now_s = time.monotonic()  # uvloop's own clock counts whole milliseconds
         self.tokens_out += len(message.tokens)
         for number, token, finish, stop_token, logprobs in zip(
             message.request_ids,
@@ -307,18 +301,23 @@ class AsyncEngine:
 
     async def stats(self, timeout_s: float = 5.0) -> dict[int, dict[str, Any]]:
         """The counters of every rank by rank; a rank that is lost or silent is left out."""
+        waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         for rank in range(self.rank.placement.world):
-            if rank not in self.lost and rank not in self._reports:
-                self._reports[rank] = self.loop.create_future()
-                try:
-                    self.rank.send(rank, StatsRequest())
-                except PeerLost:
-                    del self._reports[rank]
-        waiting = dict(self._reports)
+            if rank in self.lost:
+                continue
+            if rank in self._reports:
+                waiting[rank] = self._reports[rank]
+                continue
+            waiting[rank] = self._reports[rank] = self.loop.create_future()
+            try:
+                self.rank.send(rank, StatsRequest())
+            except PeerLost as error:
+                self._reports.pop(rank).set_exception(error)
         if waiting:
             await asyncio.wait(waiting.values(), timeout=timeout_s)
-        for rank in waiting:
-            self._reports.pop(rank, None)
+        for rank, report in waiting.items():
+            if self._reports.get(rank) is report:
+                del self._reports[rank]
         return {
             rank: report.result()
             for rank, report in sorted(waiting.items())

@@ -27,6 +27,7 @@ from asyncmoe.frontend.world import ONE_RANK, Rendezvous, World, detect_world, f
 
 T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
+OWN_STORE_S = 2.0  # how long rank 0 tries to reach the store in its own process
 OWN_ERROR_S = 2.0  # how long a lost connection waits for the lost rank's own error
 
 
@@ -136,18 +137,30 @@ async def _meet(config: Config, world: World, rendezvous: Rendezvous) -> Cluster
             f"this process is rank {world.rank} of {world.size}; only rank 0 has a front end"
         )
     config = fit_to_world(config, world)
-    server = None
-    if not rendezvous.agent_hosts:
-        server = host_store(
-            config.cluster.bind_host, rendezvous.port, config.cluster.start_timeout_s
-        )
-    directory = await _join(config, world, rendezvous, server)
+    if rendezvous.agent_hosts:
+        directory = await _join(config, world, rendezvous, None)
+    else:
+        directory = await _host(config, world, rendezvous)
     try:
         token = await agree_on_token(config.cluster, directory)
     except BaseException:
         await directory.close(linger_s=0.0)
         raise
     return Cluster(with_token(config, token), (world,), directory)
+
+
+async def _host(config: Config, world: World, rendezvous: Rendezvous) -> StoreDirectory:
+    bind_host, timeout_s = config.cluster.bind_host, config.cluster.start_timeout_s
+    server = host_store(bind_host, rendezvous.port, timeout_s)
+    try:
+        store = await asyncio.to_thread(connect_store, rendezvous, min(OWN_STORE_S, timeout_s))
+    except TimeoutError:
+        raise ConfigError(
+            f"rank 0 listens on cluster.bind_host {bind_host!r}, where MASTER_ADDR "
+            f"{rendezvous.host!r} does not lead; set cluster.bind_host to an address of this "
+            "machine that the other ranks reach"
+        ) from None
+    return StoreDirectory(store, world, server)
 
 
 async def _join(

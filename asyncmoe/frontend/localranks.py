@@ -99,6 +99,10 @@ class LocalRanks:
         """The process of each rank that is still running."""
         return {c.rank: c.process.pid for c in self._children if c.process.returncode is None}
 
+    def last_lines(self, rank: int) -> list[str]:
+        """The last lines that the process of `rank` has written to its standard error."""
+        return next(list(child.lines) for child in self._children if child.rank == rank)
+
     async def _start(self, rank: int) -> None:
         process = await asyncio.create_subprocess_exec(
             *self._command,

@@ -28,9 +28,9 @@ class Transcript:
 
     request_id: str
     prompt_token_ids: list[int]
-    arrival_s: float  # loop time when the request came in
+    arrival_s: float  # time.monotonic() when the request came in
     token_ids: list[int] = field(default_factory=list)
-    token_times_s: list[float] = field(default_factory=list)  # loop time of each token
+    token_times_s: list[float] = field(default_factory=list)  # time.monotonic() of each token
     pieces: list[str] | None = None  # text in pieces; None without a tokenizer
 
     @property

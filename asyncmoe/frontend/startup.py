@@ -31,16 +31,14 @@ class Ranks:
         await self.cluster.close()
 
     async def start(self) -> None:
-        """Start rank 0 and the other ranks of this process; returns when all are connected."""
+        """Start the ranks of this process; returns when all ranks are connected."""
         self.here = [asyncio.create_task(self._be(world)) for world in self.cluster.worlds[1:]]
-        await self.front.start()
-
-    async def give_up(self, error: BaseException) -> None:
-        """The start has failed: stop everything."""
-        await self._end_here(0.0)
-        if isinstance(error, Exception):
-            await self.cluster.fail(error)
-        await self.cluster.abandon()
+        try:
+            await self.front.start()
+        except BaseException:
+            await self._end_here(0.0)
+            raise
+        self.front.stopped.add_done_callback(_retrieve)
 
     async def _be(self, world: World) -> None:
         directory = self.cluster.directory
@@ -69,9 +67,10 @@ async def start_ranks(config: Config) -> Ranks:
     """
     cluster = await form_cluster(config)
     ranks = Ranks(cluster, Rank(cluster.config, cluster.worlds[0], cluster.directory))
-    try:
-        await cluster.guard(ranks.start())
-    except BaseException as error:
-        await ranks.give_up(error)
-        raise
+    await cluster.start(ranks.start())
     return ranks
+
+
+def _retrieve(stopped: asyncio.Future[None]) -> None:
+    if not stopped.cancelled():
+        stopped.exception()  # told as the loss of rank 0 already

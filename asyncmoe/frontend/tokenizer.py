@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import tokenizers
-from tokenizers.processors import TemplateProcessing
 
 from asyncmoe.errors import CheckpointError, RequestError
 from asyncmoe.frontend.chattemplate import ChatTemplates
@@ -79,11 +78,11 @@ class Tokenizer:
         """Text of `ids`; bytes that are no character become U+FFFD, unknown ids nothing."""
         return self._decode(list(ids), skip_special_tokens)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
         """The prompt for chat messages; see `ChatTemplates.render` for options and errors."""
         return self._templates.render(messages, **options)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> list[int]:
         """Ids of the prompt for chat messages. The template writes all special tokens itself."""
         return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
 
@@ -100,7 +99,6 @@ def _load_fast(directory: Path) -> Tokenizer:
     if "added_tokens_decoder" not in config:
         config |= _read_json(directory / _SPECIAL_FILE)
     _add_tokens(core, config)
-    _set_bos_eos(core, config)
     return _wrap(core, ChatTemplates.load(directory, config, _special_texts(config)))
 
 
@@ -147,22 +145,6 @@ def _add_tokens(core: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
     for token in [*named, *(extra.values() if isinstance(extra, dict) else extra)]:
         if token is not None and _text(token) not in known:
             core.add_tokens([_added(token, True)])
-
-
-def _set_bos_eos(core: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
-    """`add_bos_token` and `add_eos_token`, where given, overrule tokenizer.json's own rule."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    affixes = [
-        [_text(config[f"{name}_token"])]
-        if config.get(f"add_{name}_token") and config.get(f"{name}_token") is not None
-        else []
-        for name in ("bos", "eos")
-    ]
-    core.post_processor = TemplateProcessing(
-        single=[*affixes[0], "$A", *affixes[1]],
-        special_tokens=[(text, core.token_to_id(text)) for affix in affixes for text in affix],
-    )
 
 
 def _special_texts(config: Mapping[str, Any]) -> dict[str, str]:

@@ -2,49 +2,117 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from asyncmoe.model import ExpertBatch
-from asyncmoe.models.layers.linear import GatedMlp
+from asyncmoe.models.layers.linear import (
+    Activation,
+    GatedMlp,
+    Linear,
+    packing_pays_always,
+    product_dtype,
+)
 
 
-class GatedExperts:
-    """Gated feed-forward experts, each with its own weights in the form of `Linear`.
+class Experts(ABC):
+    """Local experts of one layer. Packed 4- and 8-bit weights are one more class of this kind."""
 
-    Rows come sorted by expert, so that each expert present multiplies one slice: the Python cost
-    grows with the experts, not with the rows. Experts with packed 4- or 8-bit weights are another
-    `Linear` inside; a device with a grouped kernel is another class with the same call.
-    """
+    def __call__(self, x: Tensor, batch: ExpertBatch) -> Tensor:
+        """x [rows, hidden] -> [out_rows, hidden] in x's dtype; see `Model.experts`."""
+        return combine(self.outputs(x[batch.row], batch.counts), batch).to(x.dtype)
+
+    @abstractmethod
+    def outputs(self, x: Tensor, counts: Tensor) -> Tensor:
+        """x [pairs, hidden], sorted by expert, `counts` rows of each -> [pairs, hidden]."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes held."""
+
+
+class SeparateExperts(Experts):
+    """Each expert is an MLP of its own; the Python cost grows with the experts present."""
 
     def __init__(self, experts: Sequence[GatedMlp]) -> None:
         self.experts = experts
 
-    def __call__(self, x: Tensor, batch: ExpertBatch) -> Tensor:
-        """x [rows, hidden] -> [out_rows, hidden] in x's dtype; see `Model.experts`."""
-        rows = x[batch.row]
-        outputs = torch.empty(rows.shape, dtype=torch.float32, device=x.device)
+    def outputs(self, x: Tensor, counts: Tensor) -> Tensor:
+        outputs = torch.empty_like(x)
         start = 0
-        for expert, count in zip(self.experts, batch.counts.tolist(), strict=True):
+        for expert, count in zip(self.experts, counts.tolist(), strict=True):
             if count:
-                outputs[start : start + count] = expert(rows[start : start + count])
+                outputs[start : start + count] = expert(x[start : start + count])
                 start += count
-        return combine(outputs, batch).to(x.dtype)
+        return outputs
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
         return sum(expert.nbytes for expert in self.experts)
 
 
+class GroupedExperts(Experts):
+    """The experts' weights in one tensor, multiplied by a grouped product."""
+
+    def __init__(
+        self,
+        gate_up: Tensor,  # [experts, 2 * width, hidden]
+        down: Tensor,  # [experts, hidden, width]
+        activation: Activation,
+    ) -> None:
+        self.dtype = product_dtype(gate_up.dtype, gate_up.device)
+        self.gate_up = gate_up.to(self.dtype).transpose(1, 2)
+        self.down = down.to(self.dtype).transpose(1, 2)
+        self.activation = activation
+
+    def outputs(self, x: Tensor, counts: Tensor) -> Tensor:
+        ends = counts.cumsum(0, dtype=torch.int32)
+        inner = functional.grouped_mm(x.to(self.dtype), self.gate_up, offs=ends).to(x.dtype)
+        gate, up = inner.chunk(2, -1)
+        inner = (self.activation(gate) * up).to(self.dtype)
+        return functional.grouped_mm(inner, self.down, offs=ends).to(x.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return self.gate_up.nbytes + self.down.nbytes
+
+
+def make_experts(
+    gate_up: Tensor, down: Tensor, activation: Activation, pack: bool | None = None
+) -> Experts:
+    """Experts from [experts, 2 * width, hidden] and [experts, hidden, width].
+
+    `pack` says whether their weights are packed; None: where that is faster.
+    """
+    row_bytes = [w.shape[2] * product_dtype(w.dtype, w.device).itemsize for w in (gate_up, down)]
+    groupable = all(size % 16 == 0 for size in row_bytes)  # the grouped product asks for that
+    on_cpu = gate_up.device.type == "cpu"
+    if (on_cpu and packing_pays_always()) if pack is None else pack or not groupable:
+        pairs = zip(gate_up, down, strict=True)
+        return SeparateExperts(
+            [GatedMlp(Linear(a, pack=pack), Linear(b, pack=pack), activation) for a, b in pairs]
+        )
+    return GroupedExperts(gate_up, down, activation)
+
+
 def combine(outputs: Tensor, batch: ExpertBatch) -> Tensor:
-    """Weighted float32 sum of expert outputs [pairs, hidden] per output row, in `gather` order."""
-    weighted = outputs * batch.weight[:, None]
-    gather = batch.gather
-    total = torch.zeros((len(gather), outputs.shape[1]), device=outputs.device)
-    for column in gather.unbind(1):
-        present = (column >= 0)[:, None]
-        total += torch.where(present, weighted[column.clamp(min=0)], 0.0)
-    return total
+    """Weighted float32 sum of expert outputs [pairs, hidden] per output row, in `gather` order.
+
+    One bag of pairs per output row, summed from its first pair to its last whatever the other bags
+    hold. Missing pairs are left out, not multiplied by zero, which would let a NaN through.
+    """
+    present = batch.gather >= 0
+    pairs = batch.gather[present]
+    lengths = present.sum(1)
+    return functional.embedding_bag(
+        pairs,
+        outputs.float(),
+        lengths.cumsum(0) - lengths,
+        mode="sum",
+        per_sample_weights=batch.weight[pairs],
+    )

@@ -1,9 +1,11 @@
 """Matrix products with weights laid out once, at load, in the form this CPU multiplies fastest.
 
-oneDNN can reorder a weight for products with few rows (`packed`), in float32 everywhere and in
-bfloat16 where the CPU has instructions for it. Where it has none, a bfloat16 product is several
-times slower than a float32 one, so that weights are widened to float32 once instead: products of
-bfloat16 numbers are exact in float32, so nothing is lost but memory.
+oneDNN can reorder a weight for products with few rows ("packed"). With AVX512 that pays for every
+weight; with AVX2 it doubles the speed of large ones and slows small ones down. A CPU without
+bfloat16 instructions takes four to six times longer for a bfloat16 product than for a float32 one,
+so that weights are widened to float32 there: products of bfloat16 numbers are exact in float32, so
+that nothing is lost but memory. All choices follow from the CPU and the shapes alone, so that equal
+ranks round alike.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+LARGE_WEIGHT = 1 << 22  # elements; it does not fit the caches
 Activation = Callable[[Tensor], Tensor]
 ACTIVATIONS: dict[str, Activation] = {
     "silu": functional.silu,
@@ -31,8 +34,15 @@ def _cpu_multiplies_bfloat16() -> bool:
 
 
 @cache
-def _can_pack() -> bool:
-    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+def packing_pays_always() -> bool:
+    """Whether packed products are faster at every size on this CPU."""
+    return bool(torch.backends.cpu.get_cpu_capability().startswith("AVX512"))
+
+
+def _packing_pays(weight: Tensor) -> bool:
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    return packing_pays_always() or weight.numel() >= LARGE_WEIGHT
 
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -45,7 +55,8 @@ def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 class Linear:
     """x [rows, in] -> x W^T + b [rows, out] in `out_dtype`, which defaults to the weight's own.
 
-    `pack` False keeps the weight as it is, for a weight that is read elsewhere too.
+    `pack` says whether the weight is packed; None: where that is faster. A weight that is read
+    elsewhere too must not be.
     """
 
     def __init__(
@@ -54,14 +65,14 @@ class Linear:
         bias: Tensor | None = None,
         *,
         out_dtype: torch.dtype | None = None,
-        pack: bool = True,
+        pack: bool | None = None,
     ) -> None:
         self.out_dtype = weight.dtype if out_dtype is None else out_dtype
         self.dtype = product_dtype(weight.dtype, weight.device)
         weight = weight.to(self.dtype)
         self.bias = None if bias is None else bias.to(self.dtype)
         self.nbytes: int = weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
-        self.packed = pack and weight.device.type == "cpu" and _can_pack()
+        self.packed = _packing_pays(weight) if pack is None else pack
         if self.packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
         self.weight = weight

@@ -7,15 +7,11 @@ from torch.nn import functional
 
 
 class RmsNorm:
-    """x / rms(x) * weight over the last dimension, computed in float32, result in x's dtype."""
+    """x / rms(x) over the last dimension, computed in float32, then times weight in x's dtype."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self.weight, self.eps = weight, eps
+        self.nbytes: int = weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return self.weight.nbytes
+        return self.weight * functional.rms_norm(x, self.weight.shape, None, self.eps)

@@ -1,8 +1,9 @@
 """Attention over a paged K/V cache for segments of any lengths, without padding to the longest.
 
-Decode rows: every (request, KV block) pair is one small product; the softmax of a request runs over
-its pairs in float32. A request with 3 blocks costs 3, whatever its neighbours have. Prefill chunks:
-one fused attention per chunk.
+Decode rows: each request's context is cut into spans of a few blocks; every (request, span) is one
+small attention, and a request's spans are joined by a float32 softmax over their log-sums, so that
+a row costs its own spans whatever its neighbours have. Requests of nearly the same length need no
+cut: one span each, and nothing to join. Prefill chunks: one fused attention per chunk.
 """
 
 from __future__ import annotations
@@ -11,20 +12,21 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from asyncmoe.model import RowBatch
-from asyncmoe.models.layers.linear import product_dtype
+
+SPAN_TOKENS = 32  # of a span, if contexts differ: little to pad, few spans to join
+PADDING = 1.25  # contexts are not cut if padding them to the longest costs at most this factor
 
 
 @dataclass(frozen=True, slots=True)
-class DecodePairs:
-    """The (request, block) pairs of a batch's decode rows, sorted by request."""
+class Spans:
+    """The (request, span) pairs of a batch's decode rows, sorted by request."""
 
-    segment: Tensor  # int64 [pairs]: decode row
-    block: Tensor  # int64 [pairs]: block id in the cache
-    hidden: Tensor  # bool [pairs, 1, 1, block_tokens]: positions that the row must not see
-    starts: Tensor  # int64 [decode rows]: first pair of each row
+    row: Tensor  # int64 [pairs]: decode row
+    block: Tensor  # int64 [pairs * blocks of a span]: block ids in the cache
+    mask: Tensor  # float [pairs, 1, 1, tokens of a span]: 0 or, where the row must not look, -inf
+    whole: bool  # there is one span per row, in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +44,15 @@ class PagedBatch:
 
     def __init__(self, rows: RowBatch) -> None:
         self.rows = rows
-        self._pairs: dict[int | None, DecodePairs] = {}
+        self._spans: dict[tuple[int | None, torch.dtype], Spans] = {}
         self._chunks: list[Chunk] | None = None
 
-    def pairs(self, window: int | None) -> DecodePairs:
-        """Pairs of the decode rows for layers with this window."""
-        if window not in self._pairs:
-            self._pairs[window] = _decode_pairs(self.rows, window)
-        return self._pairs[window]
+    def spans(self, window: int | None, dtype: torch.dtype) -> Spans:
+        """Spans of the decode rows, for layers with this window, mask in `dtype`."""
+        key = window, dtype
+        if key not in self._spans:
+            self._spans[key] = _spans(self.rows, window, dtype)
+        return self._spans[key]
 
     def chunks(self) -> list[Chunk]:
         """The prefill segments."""
@@ -63,19 +66,31 @@ class PagedBatch:
         return self._chunks
 
 
-def _decode_pairs(rows: RowBatch, window: int | None) -> DecodePairs:
-    size = rows.block_tokens
+def _spans(rows: RowBatch, window: int | None, dtype: torch.dtype) -> Spans:
+    size, device = rows.block_tokens, rows.context_len.device
     context = rows.context_len[: rows.decode_rows]
-    oldest = torch.zeros_like(context) if window is None else (context - window).clamp(min=0)
+    oldest = torch.zeros_like(context) if window is None else (context - window).clamp_(min=0)
     first = oldest // size
-    counts = (context + size - 1) // size - first
-    segment = torch.repeat_interleave(counts)
-    starts = counts.cumsum(0) - counts
-    ordinal = torch.arange(len(segment), device=context.device) + (first - starts)[segment]
-    block = rows.block_table[segment, ordinal]
-    position = ordinal[:, None] * size + torch.arange(size, device=context.device)
-    hidden = (position >= context[segment, None]) | (position < oldest[segment, None])
-    return DecodePairs(segment, block, hidden[:, None, None], starts)
+    blocks = (context + size - 1) // size - first
+    longest = int(blocks.max())
+    whole = longest * len(context) <= PADDING * int(blocks.sum())
+    span = longest if whole else max(1, SPAN_TOKENS // size)
+    if whole:
+        row = torch.arange(len(context), device=device)
+        start = first[:, None]
+    else:
+        counts = (blocks + span - 1) // span
+        row = torch.repeat_interleave(counts)
+        nth = torch.arange(len(row), device=device) - (counts.cumsum(0) - counts)[row]
+        start = (first[row] + nth * span)[:, None]
+    ordinal = start + torch.arange(span, device=device)  # of the request's blocks
+    block = rows.block_table[row[:, None], ordinal.clamp(max=rows.block_table.shape[1] - 1)]
+    position = start * size + torch.arange(span * size, device=device)
+    hidden = position >= context[row, None]
+    if window is not None:
+        hidden |= position < oldest[row, None]
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+    return Spans(row, block.flatten(), mask[:, None, None], whole)
 
 
 def paged_attention(
@@ -98,12 +113,12 @@ def paged_attention(
     decode = batch.rows.decode_rows
     chunks = batch.chunks()
     if not chunks:
-        return _decode(query, key_cache, value_cache, batch.pairs(window), scale, sinks)
+        spans = batch.spans(window, query.dtype)
+        return _decode(query, key_cache, value_cache, spans, scale, sinks)
     output = torch.empty_like(query)
     if decode:
-        output[:decode] = _decode(
-            query[:decode], key_cache, value_cache, batch.pairs(window), scale, sinks
-        )
+        spans = batch.spans(window, query.dtype)
+        output[:decode] = _decode(query[:decode], key_cache, value_cache, spans, scale, sinks)
     for chunk in chunks:
         rows = slice(chunk.start, chunk.stop)
         keys, values, oldest = key[rows], value[rows], 0
@@ -113,48 +128,67 @@ def paged_attention(
     return output
 
 
+def _attend(
+    query: Tensor,  # [batch, heads, queries, head_dim]
+    keys: Tensor,  # [batch, heads, tokens, head_dim]
+    values: Tensor,
+    mask: Tensor | None,  # added to the scores; None: causal, as many queries as tokens
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Mixed values like `query`, and the float32 log-sum of the weights [batch, heads, queries].
+
+    This is what `scaled_dot_product_attention` runs on a CPU; the public call keeps the log-sum to
+    itself.
+    """
+    mixed, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, 0.0, mask is None, attn_mask=mask, scale=scale
+    )
+    return mixed, log_sum
+
+
 def _decode(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    pairs: DecodePairs,
+    spans: Spans,
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
     rows, heads, dim = query.shape
     kv_heads = key_cache.shape[2]
-    grouped = (query.float() * scale).view(rows, kv_heads, heads // kv_heads, dim)
-    keys = key_cache[pairs.block].float()  # [pairs, block_tokens, kv_heads, dim]
-    values = value_cache[pairs.block].float()
-    scores = grouped[pairs.segment] @ keys.permute(0, 2, 3, 1)
-    scores.masked_fill_(pairs.hidden, float("-inf"))
-    top = _largest(scores.amax(-1), pairs, rows)
-    if sinks is not None:
-        sink = sinks.float().view(1, kv_heads, -1)
-        top = torch.maximum(top, sink)
-    weights = (scores - top[pairs.segment, ..., None]).exp_()
-    mixed = weights @ values.transpose(1, 2)  # [pairs, kv_heads, group, dim]
-    total = _sums(torch.cat((mixed, weights.sum(-1, keepdim=True)), -1), pairs, rows)
-    mixed, mass = total[..., :dim], total[..., dim:]
-    if sinks is not None:
-        mass = mass + (sink - top).exp()[..., None]
-    return (mixed / mass).reshape(rows, heads, dim).to(query.dtype)
-
-
-def _largest(scores: Tensor, pairs: DecodePairs, rows: int) -> Tensor:
-    """Maximum over the pairs of each row: [pairs, ...] -> [rows, ...]."""
-    flat = scores.flatten(1)
-    index = pairs.segment[:, None].expand_as(flat)
-    top = flat.new_full((rows, flat.shape[1]), float("-inf")).scatter_reduce_(
-        0, index, flat, "amax"
+    pairs = len(spans.row)
+    # The query heads of a KV head are the queries of one attention, so that K and V are not spread.
+    grouped = query.view(rows, kv_heads, heads // kv_heads, dim)
+    if not spans.whole:
+        grouped = grouped[spans.row]
+    keys = key_cache.index_select(0, spans.block).view(pairs, -1, kv_heads, dim)
+    values = value_cache.index_select(0, spans.block).view(pairs, -1, kv_heads, dim)
+    mixed, log_sum = _attend(
+        grouped, keys.transpose(1, 2), values.transpose(1, 2), spans.mask, scale
     )
-    return top.view(rows, *scores.shape[1:])
+    mixed, log_sum = mixed.reshape(pairs, heads, dim), log_sum.reshape(pairs, heads)
+    if not spans.whole:
+        mixed, log_sum = _join(mixed, log_sum, spans.row, rows)
+    if sinks is not None:
+        mixed = mixed * _left_by_sinks(log_sum, sinks)[..., None]
+    return mixed.to(query.dtype)
 
 
-def _sums(values: Tensor, pairs: DecodePairs, rows: int) -> Tensor:
-    """Sum over the pairs of each row: [pairs, ...] -> [rows, ...]."""
-    total = values.new_zeros((rows, *values.shape[1:]))
-    return total.index_add_(0, pairs.segment, values)
+def _join(mixed: Tensor, log_sum: Tensor, row: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Join each row's spans: float32 [rows, heads, head_dim] and log-sums [rows, heads]."""
+    pairs, heads, dim = mixed.shape
+    top = log_sum.new_full((rows, heads), -torch.inf)
+    top.scatter_reduce_(0, row[:, None].expand(pairs, heads), log_sum, "amax")
+    share = (log_sum - top[row]).exp_()[..., None]
+    shares = torch.cat((mixed * share, share), -1)  # the sum of shares rides along
+    total = shares.new_zeros((rows, heads, dim + 1)).index_add_(0, row, shares)
+    mass = total[..., dim:]
+    return total[..., :dim] / mass, top + mass[..., 0].log()
+
+
+def _left_by_sinks(log_sum: Tensor, sinks: Tensor) -> Tensor:
+    """The part of each head's weight that its sink leaves: e^log_sum / (e^log_sum + e^sink)."""
+    return torch.sigmoid(log_sum - sinks.float())
 
 
 def _gather(
@@ -187,44 +221,34 @@ def _prefill(
 ) -> Tensor:
     rows, heads, dim = query.shape
     tokens, kv_heads, _ = keys.shape
-    if sinks is not None:
-        query, keys, values = _with_sinks(query, keys, values, sinks, scale)
-    dtype = product_dtype(query.dtype, query.device)
-    # The query heads of a KV head are the heads of one batch entry, so that K and V are not copied.
     group = heads // kv_heads
-    grouped = query.to(dtype).view(rows, kv_heads, group, -1).permute(1, 2, 0, 3)
-    keys = keys.to(dtype).transpose(0, 1)[:, None].expand(-1, group, -1, -1)
-    values = values.to(dtype).transpose(0, 1)[:, None].expand(-1, group, -1, -1)
-    whole = rows == tokens and (window is None or window >= tokens) and sinks is None
+    # The query heads of a KV head are the heads of one batch entry, so that K and V are not copied.
+    grouped = query.view(rows, kv_heads, group, dim).permute(1, 2, 0, 3)
+    keys = keys.transpose(0, 1)[:, None].expand(-1, group, -1, -1)
+    values = values.transpose(0, 1)[:, None].expand(-1, group, -1, -1)
     mask = None
-    if not whole:
-        mask = _visible(rows, tokens, chunk.context, oldest, window, query.device)
-        mask = functional.pad(mask, (0, keys.shape[2] - tokens), value=True)
-    mixed = functional.scaled_dot_product_attention(
-        grouped, keys, values, attn_mask=mask, is_causal=whole, scale=scale
-    )
-    return mixed.permute(2, 0, 1, 3).flatten(1, 2)[..., :dim]
+    if rows < tokens or (window is not None and window < tokens):
+        mask = _mask(chunk, oldest, tokens, window, query)
+    mixed, log_sum = _attend(grouped, keys, values, mask, scale)
+    if sinks is not None:
+        left = _left_by_sinks(log_sum.reshape(heads, rows), sinks[:, None])
+        mixed = mixed * left.view(kv_heads, group, rows, 1)
+    return mixed.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _visible(
-    rows: int, tokens: int, context: int, oldest: int, window: int | None, device: torch.device
+def _mask(
+    chunk: Chunk,
+    oldest: int,
+    tokens: int,
+    window: int | None,
+    like: Tensor,
 ) -> Tensor:
-    """bool [rows, tokens]: whether the chunk's i-th row sees the token at position oldest + j."""
-    at = torch.arange(context - rows, context, device=device)[:, None]
-    seen = torch.arange(oldest, oldest + tokens, device=device)
-    visible = seen <= at
-    return visible if window is None else visible & (seen > at - window)
-
-
-def _with_sinks(
-    query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Make the sink an ordinary token: one more dimension, in which only that token's key is 1."""
-    extra = (sinks.to(query.dtype) / scale).view(1, -1, 1).expand(len(query), -1, 1)
-    query = torch.cat((query, extra), -1)
-    keys, values = (
-        functional.pad(keys, (0, 1, 0, 0, 0, 1)),
-        functional.pad(values, (0, 1, 0, 0, 0, 1)),
-    )
-    keys[-1, :, -1] = 1
-    return query, keys, values
+    """[1, 1, rows, tokens]: 0 where the i-th row sees the token at oldest + j, else -inf."""
+    rows = chunk.stop - chunk.start
+    at = torch.arange(chunk.context - rows, chunk.context, device=like.device)[:, None]
+    seen = torch.arange(oldest, oldest + tokens, device=like.device)
+    hidden = seen > at
+    if window is not None:
+        hidden |= seen <= at - window
+    mask = like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+    return mask[None, None]

@@ -154,11 +154,9 @@ class Rotary(ABC):
         """x [rows, heads, head_dim] with the first `dim` of each head rotated."""
         cos, sin = angles[:, 0, None], angles[:, 1, None]
         dim = self.spec.dim
-        if dim == x.shape[-1]:
-            return torch.addcmul(x * cos, x.roll(dim // 2, -1), sin)
         turning = x[..., :dim]
-        turned = torch.addcmul(turning * cos, turning.roll(dim // 2, -1), sin)
-        return torch.cat((turned, x[..., dim:]), -1)
+        turned = (turning * cos).add_(turning.roll(dim // 2, -1).mul_(sin))
+        return turned if dim == x.shape[-1] else torch.cat((turned, x[..., dim:]), -1)
 
 
 class TableRotary(Rotary):

@@ -1,0 +1,153 @@
+"""What the transport tests share: parcels that can be recognised, and clusters in one loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncmoe.directory import MemoryDirectory
+from asyncmoe.linked import LinkedTransport
+from asyncmoe.transport import Arrival, Limits, Parcel, ParcelClass, TransportContext
+from asyncmoe.transports.inproc import InprocTransport
+from asyncmoe.transports.tcp import TcpTransport
+
+TRANSPORTS: dict[str, type[InprocTransport] | type[LinkedTransport]] = {
+    "inproc": InprocTransport,
+    "tcp": TcpTransport,
+}
+BETWEEN_PROCESSES = ["tcp"]
+TOKEN = b"a token for tests"
+
+
+def make_parcel(
+    number: int,
+    rows: int = 4,
+    hidden: int = 8,
+    dtype: torch.dtype = torch.float32,
+    kind: ParcelClass = ParcelClass.DISPATCH,
+    top_k: int = 2,
+) -> Parcel:
+    """A parcel in which everything follows from `number`, its stage."""
+    random = np.random.default_rng(number)
+    payload = torch.from_numpy(random.integers(0, 100, (rows, hidden))).to(dtype)
+    slot = random.integers(0, 2**32, rows, dtype=np.uint32)
+    epoch = random.integers(0, 2**32, rows, dtype=np.uint32)
+    if kind is ParcelClass.COMBINE:
+        part = random.integers(0, 256, rows, dtype=np.uint8)
+        return Parcel(kind, number, slot, epoch, part, payload, credits=rows)
+    pairs = rows * top_k
+    return Parcel(
+        kind,
+        number,
+        slot,
+        epoch,
+        random.integers(0, 256, pairs, dtype=np.uint8),
+        payload,
+        np.full(rows, top_k, np.uint8),
+        random.integers(0, 256, pairs, dtype=np.uint16),
+        random.random(pairs, dtype=np.float32),
+    )
+
+
+def assert_same(got: Parcel, sent: Parcel) -> None:
+    """Both parcels are equal in every field, dtypes included."""
+    assert (got.kind, got.stage, got.credits) == (sent.kind, sent.stage, sent.credits)
+    for name in ("slot", "epoch", "part", "fanout", "expert", "weight"):
+        mine, theirs = getattr(got, name), getattr(sent, name)
+        assert mine.dtype == theirs.dtype, name
+        np.testing.assert_array_equal(mine, theirs, err_msg=name)
+    assert got.payload.dtype == sent.payload.dtype
+    assert got.payload.shape == sent.payload.shape
+    assert torch.equal(got.payload, sent.payload)
+
+
+class Recorder:
+    """A receiver that keeps what arrives, and wakes whoever waits for it."""
+
+    def __init__(self, on_arrival: Callable[[Arrival], None] | None = None) -> None:
+        self.arrivals: list[Arrival] = []
+        self.messages: list[tuple[int, bytes]] = []
+        self.lost: list[tuple[int, Exception]] = []
+        self._on_arrival = on_arrival
+        self._changed = asyncio.Event()
+
+    def on_parcel(self, arrival: Arrival) -> None:
+        if self._on_arrival is not None:
+            self._on_arrival(arrival)
+        self.arrivals.append(arrival)
+        self._changed.set()
+
+    def on_message(self, source: int, message: bytes) -> None:
+        self.messages.append((source, message))
+        self._changed.set()
+
+    def on_peer_lost(self, peer: int, error: Exception) -> None:
+        self.lost.append((peer, error))
+        self._changed.set()
+
+    def stages(self, source: int, kind: ParcelClass = ParcelClass.DISPATCH) -> list[int]:
+        """Numbers of the parcels of one source and class, in order of arrival."""
+        found = [a.parcel for a in self.arrivals if a.source == source]
+        return [parcel.stage for parcel in found if parcel.kind is kind]
+
+    def release_all(self) -> None:
+        """Read nothing any more."""
+        for arrival in self.arrivals:
+            arrival.release()
+        self.arrivals.clear()
+
+    async def until(self, condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
+        """Wait until something that arrives makes `condition` true."""
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+
+class Cluster:
+    """Ranks of one transport in this loop, with a recorder each."""
+
+    def __init__(self, name: str, world: int, **settings: Any) -> None:
+        self.directory = MemoryDirectory()
+        self.ranks: list[Any] = []
+        for rank in range(world):
+            self.ranks.append(TRANSPORTS[name](self.context(rank, world, **settings)))
+        self.receivers = [Recorder() for _ in range(world)]
+
+    def context(self, rank: int, world: int, **settings: Any) -> TransportContext:
+        """The context of one rank of this cluster."""
+        defaults: dict[str, Any] = {
+            "limits": Limits(),
+            "device": torch.device("cpu"),
+            "token": TOKEN,
+            "start_timeout_s": 20.0,
+            "peer_timeout_s": 20.0,
+        }
+        return TransportContext(rank, world, self.directory, **{**defaults, **settings})
+
+    async def start(self, *ranks: int) -> None:
+        """Start all ranks, or these."""
+        chosen = ranks or range(len(self.ranks))
+        await asyncio.gather(*(self.ranks[r].start(self.receivers[r]) for r in chosen))
+
+    async def close(self, *ranks: int) -> None:
+        """Close all ranks, or these."""
+        chosen = ranks or range(len(self.ranks))
+        await asyncio.gather(*(self.ranks[r].close() for r in chosen))
+
+    def live_leases(self) -> int:
+        """Leases of all ranks that are not free."""
+        return sum(transport.leases.live for transport in self.ranks)
+
+
+async def until_free(posted: list[Any], timeout_s: float = 20.0) -> None:
+    """Wait until all sources are free."""
+    async with asyncio.timeout(timeout_s):
+        for one in posted:
+            done = asyncio.get_running_loop().create_future()
+            one.when_free(done.set_result)
+            await done
