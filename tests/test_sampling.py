@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from asyncmoe.errors import ProtocolError, RequestError
-from asyncmoe.sampler import Sampled, sample, uniforms
+from asyncmoe.sampler import Sampled, best_ids, sample, uniforms
 from asyncmoe.sampling import SamplingParams
 from asyncmoe.samplingtable import GO_ON, LENGTH, STOP, SamplingTable
 
@@ -207,6 +207,22 @@ def test_extreme_uniforms_choose_tokens_that_have_probability(
         monkeypatch.setattr("asyncmoe.sampler.uniforms", lambda seed, _, u=u: np.full(len(seed), u))
         tokens = sample_all(logits, *[SamplingParams(temperature=100.0, seed=1)] * 4).tokens
         assert tokens.tolist() == [expected] * 4
+
+
+@pytest.mark.parametrize("params", [{"top_k": 2}, {"top_p": 0.3}, {"top_k": 2, "top_p": 0.9}])
+def test_tokens_as_likely_as_the_last_one_kept_are_kept_too(params: dict[str, Any]) -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [4, 100, 290]] = 10.0
+    requests = [SamplingParams(**params, seed=seed) for seed in range(60)]
+    assert set(sample_all(logits.expand(60, -1), *requests).tokens.tolist()) == {4, 100, 290}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(-4, 4), min_size=1, max_size=700), st.data())
+def test_the_best_ids_are_those_of_a_sort(values: list[int], data: st.DataObject) -> None:
+    x = np.array(values, np.float32)
+    k = data.draw(st.integers(1, len(values)))
+    assert best_ids(x, k).tolist() == np.flatnonzero(x >= np.sort(x)[-k]).tolist()
 
 
 # ---- batches

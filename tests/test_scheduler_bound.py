@@ -148,7 +148,7 @@ def longest_wait(rank: Rank, turns: Turns) -> int:
     return longest
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(patience=st.integers(1, 4), batch=st.sampled_from((1, 4, 10 * FLOOD)), turns=TURNS)
 def test_no_arrivals_keep_any_stage_beyond_the_bound(
     patience: int, batch: int, turns: Turns

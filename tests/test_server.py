@@ -360,7 +360,9 @@ async def test_a_port_in_use_is_one_clear_error(checkpoint: Path) -> None:
                 pass
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_signal_ends_every_rank_in_time_and_tells_the_client(
     checkpoint: Path, number: signal.Signals
 ) -> None:

@@ -17,6 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+from asyncmoe.errors import ParcelTooLarge, PeerLost, ProtocolError
+from asyncmoe.transport import Limits, ParcelClass
+from asyncmoe.wire import DTYPES
 from tests.transport_kit import (
     BETWEEN_PROCESSES,
     TRANSPORTS,
@@ -25,10 +29,6 @@ from tests.transport_kit import (
     make_parcel,
     until_free,
 )
-
-from asyncmoe.errors import ParcelTooLarge, PeerLost, ProtocolError
-from asyncmoe.transport import Limits, ParcelClass
-from asyncmoe.wire import DTYPES
 
 DISPATCH, COMBINE = ParcelClass.DISPATCH, ParcelClass.COMBINE
 
@@ -147,8 +147,9 @@ async def test_a_second_release_is_refused(three: Cluster) -> None:
 
 async def test_a_receiver_that_never_releases_holds_up_nobody_else(three: Cluster) -> None:
     for number in range(50):
-        three.ranks[0].post(1, make_parcel(number, 64, 1024))
-        three.ranks[0].post(2, make_parcel(number, 64, 1024))
+        parcel = make_parcel(number, 16, 1024)
+        three.ranks[0].post(1, parcel)
+        three.ranks[0].post(2, parcel)
         three.ranks[2].post(1, make_parcel(number))
     await three.receivers[2].until(lambda: len(three.receivers[2].arrivals) == 50)
     three.receivers[2].release_all()
@@ -233,7 +234,7 @@ async def test_a_fault_in_the_receiver_is_reported_and_the_next_parcel_arrives(
 async def test_a_parcel_beyond_the_limits_is_refused_where_it_is_posted(name: str) -> None:
     cluster = Cluster(name, 2, limits=Limits(parcel_bytes=1024, parcel_rows=8, message_bytes=64))
     await cluster.start()
-    with pytest.raises(ParcelTooLarge, match="1028 bytes; limits.parcel_bytes is 1024"):
+    with pytest.raises(ParcelTooLarge, match=r"1028 bytes; limits.parcel_bytes is 1024"):
         cluster.ranks[0].post(1, make_parcel(0, rows=1, hidden=257))
     with pytest.raises(ProtocolError, match="rows is 9"):
         cluster.ranks[0].post(1, make_parcel(0, rows=9, hidden=1))

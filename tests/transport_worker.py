@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 import uvloop
-from tests.transport_kit import TOKEN, TRANSPORTS, Recorder, assert_same, make_parcel
 
 from asyncmoe.transport import Limits, Parcel, TransportContext
+from tests.transport_kit import TOKEN, TRANSPORTS, Recorder, assert_same, make_parcel
 
 _COUNT = 15
 
@@ -39,7 +39,7 @@ class FolderDirectory:
     async def lookup(self, key: str, timeout_s: float) -> str:
         path = self._folder / key.replace("/", "-")
         async with asyncio.timeout(timeout_s):
-            while not path.exists():
+            while not path.exists():  # noqa: ASYNC110 - another process makes it
                 await asyncio.sleep(0.01)
         return path.read_text()
 

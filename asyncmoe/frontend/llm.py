@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 from tqdm.auto import tqdm
 
 from asyncmoe import configfile
+from asyncmoe.config import Config
 from asyncmoe.configflags import ALIASES
 from asyncmoe.errors import RequestError, UnknownName
 from asyncmoe.frontend.engine import AsyncEngine
@@ -52,6 +53,11 @@ class LLM:
             self._thread.stop()
             raise
         self._finalizer = weakref.finalize(self, _close, self._thread, self._engine)
+
+    @property
+    def config(self) -> Config:
+        """The whole configuration, with what the start has filled in."""
+        return self._engine.config
 
     def generate(
         self,

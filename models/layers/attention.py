@@ -69,4 +69,4 @@ class Attention:
     def nbytes(self) -> int:
         """Bytes held, but for the rotary table, which the layers share."""
         norms = (*(self.head_norm or ()), *(self.vector_norm or ()))
-        return self.qkv.nbytes + self.out.nbytes + sum(norm.nbytes for norm in norms)
+        return sum(part.nbytes for part in (self.qkv, self.out, *norms))

@@ -20,11 +20,18 @@ from asyncmoe.models.layers.linear import (
 
 
 class Experts(ABC):
-    """Local experts of one layer. Packed 4- and 8-bit weights are one more class of this kind."""
+    """Local experts of one layer. Packed 4- and 8-bit weights are one more class of this kind.
+
+    `round_products` rounds weight times output to x's dtype before the sum, as families do that
+    cast their router's weights; otherwise the products are float32 like the sum.
+    """
+
+    round_products: bool
 
     def __call__(self, x: Tensor, batch: ExpertBatch) -> Tensor:
         """x [rows, hidden] -> [out_rows, hidden] in x's dtype; see `Model.experts`."""
-        return combine(self.outputs(x[batch.row], batch.counts), batch).to(x.dtype)
+        outputs = self.outputs(x[batch.row], batch.counts)
+        return combine(outputs, batch, round_products=self.round_products).to(x.dtype)
 
     @abstractmethod
     def outputs(self, x: Tensor, counts: Tensor) -> Tensor:
@@ -39,8 +46,8 @@ class Experts(ABC):
 class SeparateExperts(Experts):
     """Each expert is an MLP of its own; the Python cost grows with the experts present."""
 
-    def __init__(self, experts: Sequence[GatedMlp]) -> None:
-        self.experts = experts
+    def __init__(self, experts: Sequence[GatedMlp], *, round_products: bool) -> None:
+        self.experts, self.round_products = experts, round_products
 
     def outputs(self, x: Tensor, counts: Tensor) -> Tensor:
         outputs = torch.empty_like(x)
@@ -64,7 +71,10 @@ class GroupedExperts(Experts):
         gate_up: Tensor,  # [experts, 2 * width, hidden]
         down: Tensor,  # [experts, hidden, width]
         activation: Activation,
+        *,
+        round_products: bool,
     ) -> None:
+        self.round_products = round_products
         self.dtype = product_dtype(gate_up.dtype, gate_up.device)
         self.gate_up = gate_up.to(self.dtype).transpose(1, 2)
         self.down = down.to(self.dtype).transpose(1, 2)
@@ -83,7 +93,12 @@ class GroupedExperts(Experts):
 
 
 def make_experts(
-    gate_up: Tensor, down: Tensor, activation: Activation, pack: bool | None = None
+    gate_up: Tensor,
+    down: Tensor,
+    activation: Activation,
+    *,
+    round_products: bool,
+    pack: bool | None = None,
 ) -> Experts:
     """Experts from [experts, 2 * width, hidden] and [experts, hidden, width].
 
@@ -91,16 +106,18 @@ def make_experts(
     """
     row_bytes = [w.shape[2] * product_dtype(w.dtype, w.device).itemsize for w in (gate_up, down)]
     groupable = all(size % 16 == 0 for size in row_bytes)  # the grouped product asks for that
-    on_cpu = gate_up.device.type == "cpu"
-    if (on_cpu and packing_pays_always()) if pack is None else pack or not groupable:
-        pairs = zip(gate_up, down, strict=True)
-        return SeparateExperts(
-            [GatedMlp(Linear(a, pack=pack), Linear(b, pack=pack), activation) for a, b in pairs]
-        )
-    return GroupedExperts(gate_up, down, activation)
+    if pack is None:
+        pack = gate_up.device.type == "cpu" and packing_pays_always()
+    if groupable and not pack:
+        return GroupedExperts(gate_up, down, activation, round_products=round_products)
+    mlps = [
+        GatedMlp(Linear(a, pack=pack), Linear(b, pack=pack), activation)
+        for a, b in zip(gate_up, down, strict=True)
+    ]
+    return SeparateExperts(mlps, round_products=round_products)
 
 
-def combine(outputs: Tensor, batch: ExpertBatch) -> Tensor:
+def combine(outputs: Tensor, batch: ExpertBatch, *, round_products: bool) -> Tensor:
     """Weighted float32 sum of expert outputs [pairs, hidden] per output row, in `gather` order.
 
     One bag of pairs per output row, summed from its first pair to its last whatever the other bags
@@ -109,10 +126,11 @@ def combine(outputs: Tensor, batch: ExpertBatch) -> Tensor:
     present = batch.gather >= 0
     pairs = batch.gather[present]
     lengths = present.sum(1)
+    starts = lengths.cumsum(0) - lengths
+    if round_products:
+        outputs = outputs * batch.weight.to(outputs.dtype)[:, None]
+        return functional.embedding_bag(pairs, outputs.float(), starts, mode="sum")
+    weights = batch.weight[pairs]
     return functional.embedding_bag(
-        pairs,
-        outputs.float(),
-        lengths.cumsum(0) - lengths,
-        mode="sum",
-        per_sample_weights=batch.weight[pairs],
+        pairs, outputs.float(), starts, mode="sum", per_sample_weights=weights
     )
