@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from asyncmoe.sampling import SamplingParams
 
 __all__ = ["LLM", "AsyncEngine", "RequestOutput", "SamplingParams"]
-__version__ = "0.1.0"
 
 _HOME = {
     "LLM": "asyncmoe.frontend.llm",
@@ -26,6 +25,8 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("importlib.metadata").version("asyncmoe")
     if name not in _HOME:
         raise AttributeError(f"module 'asyncmoe' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

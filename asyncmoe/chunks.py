@@ -98,7 +98,7 @@ class ChunkTable:
         return self._unpark(later[later != NONE])
 
     def _unpark(self, chunks: NDArray[np.int64]) -> NDArray[np.int64]:
-        waiting = chunks[self._parked[chunks]]
+        waiting: NDArray[np.int64] = chunks[self._parked[chunks]]
         if not len(waiting):
             return waiting
         self._parked[waiting] = False

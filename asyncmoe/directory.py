@@ -12,7 +12,7 @@ class MemoryDirectory:
 
     def __init__(self) -> None:
         self._values: dict[str, object] = {}
-        self._failure: RankFailed | None = None
+        self._failure: tuple[int, str] | None = None  # rank and its own message
         self._changed = asyncio.Event()
 
     def publish(self, key: str, value: str) -> None:
@@ -26,7 +26,7 @@ class MemoryDirectory:
 
     def fail(self, rank: int, message: str) -> None:
         """Let all who wait, now or later, know that `rank` failed at start-up."""
-        self._failure = RankFailed(rank, message)
+        self._failure = (rank, message)
         self._wake()
 
     async def lookup(self, key: str, timeout_s: float) -> str:
@@ -39,7 +39,7 @@ class MemoryDirectory:
             async with asyncio.timeout(timeout_s):
                 while key not in self._values:
                     if self._failure is not None:
-                        raise self._failure
+                        raise RankFailed(*self._failure)
                     await self._changed.wait()
         except TimeoutError:
             raise TimeoutError(f"nothing published under {key!r} after {timeout_s} s") from None

@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from asyncmoe.credit import CreditWindow
-from asyncmoe.errors import PeerLost
+from asyncmoe.errors import ConfigError, PeerLost
+from asyncmoe.microqueue import row_key
 from asyncmoe.placement import Placement
 from asyncmoe.routing import Route, route
 from asyncmoe.stage import StageChain
@@ -31,9 +32,11 @@ class Outbox:
     # credits come back: a full window satisfies any share.
     SMALLEST_SHARE = 4
 
-    def __init__(self, window_rows: int) -> None:
+    def __init__(self, window_rows: int, parcel_rows: int) -> None:
+        """`parcel_rows`: most rows of one parcel."""
         self.window = CreditWindow(window_rows)
         self.waiting: deque[Parcel] = deque()
+        self._parcel_rows = parcel_rows
 
     def next(self) -> Parcel | None:
         """The next parcel, or the first rows of it, for which there are credits; taken."""
@@ -43,11 +46,21 @@ class Outbox:
         least = min(parcel.rows, max(1, self.window.window // self.SMALLEST_SHARE))
         if self.window.available < least:
             return None
-        rows = self.window.take(parcel.rows)
+        rows = self.window.take(min(parcel.rows, self._parcel_rows))
         if rows == parcel.rows:
             return self.waiting.popleft()
         self.waiting[0] = parcel.piece(rows, parcel.rows)
         return parcel.piece(0, rows)
+
+    def discard(self, slots: NDArray[np.uint32], epochs: NDArray[np.uint32]) -> None:
+        """Drop waiting rows with these (slot, epoch): they would only cost credits and compute."""
+        dead = row_key(slots, epochs)
+        waiting, self.waiting = self.waiting, deque()
+        for parcel in waiting:
+            alive = np.flatnonzero(~np.isin(row_key(parcel.slot, parcel.epoch), dead))
+            if len(alive):
+                whole = len(alive) == parcel.rows
+                self.waiting.append(parcel if whole else parcel.select(alive))
 
 
 class Dispatcher:
@@ -66,10 +79,16 @@ class Dispatcher:
     ) -> None:
         self._rank, self._placement, self._chain = rank, placement, chain
         self._transport, self._per_expert = transport, per_expert
-        self._parcel_rows = max(1, min(limits.parcel_rows, limits.parcel_bytes // row_bytes))
+        if limits.parcel_bytes < row_bytes:
+            raise ConfigError(
+                f"transport.parcel_bytes = {limits.parcel_bytes}: a row of this model has {row_bytes}"
+            )
+        self._parcel_rows = min(limits.parcel_rows, limits.parcel_bytes // row_bytes)
         self._row_bytes = row_bytes
         self._outboxes = {
-            peer: Outbox(window_rows) for peer in range(placement.world) if peer != rank
+            peer: Outbox(window_rows, self._parcel_rows)
+            for peer in range(placement.world)
+            if peer != rank
         }
         self.sent_parcels = 0
         self.sent_bytes = 0
@@ -141,6 +160,13 @@ class Dispatcher:
             self._outboxes[peer].window.give_back(rows)
             self._flush(peer)
 
+    def discard(self, slots: NDArray[np.uint32], epochs: NDArray[np.uint32]) -> None:
+        """These rows are dead: send none of those that still wait."""
+        for peer, outbox in self._outboxes.items():
+            if outbox.waiting:
+                outbox.discard(slots, epochs)
+                self._flush(peer)
+
     def forget(self, peer: int) -> None:
         """The peer is lost: drop what waits for it."""
         self._outboxes[peer].waiting.clear()
@@ -162,10 +188,6 @@ class Dispatcher:
             self._post(home, piece)
 
     def _post(self, peer: int, parcel: Parcel) -> None:
-        if parcel.kind is ParcelClass.DISPATCH and parcel.rows > self._parcel_rows:
-            self._post(peer, parcel.piece(0, self._parcel_rows))
-            self._post(peer, parcel.piece(self._parcel_rows, parcel.rows))
-            return
         try:
             self._transport.post(peer, parcel)
         except PeerLost:

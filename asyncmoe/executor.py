@@ -24,6 +24,8 @@ from asyncmoe.steps import AttentionStep, ExpertStep, HeadStep
 
 Step = AttentionStep | ExpertStep | HeadStep
 DEPTH = 2
+# A scheduler that waits while the device is idle is asked again after this: no event may be to come.
+ASK_AGAIN_S = 0.001
 
 
 class Stages(Protocol):
@@ -37,6 +39,9 @@ class Stages(Protocol):
 
     def failed(self, step: Step, error: BaseException) -> None:
         """The compute of `step` raised."""
+
+    def broken(self, error: Exception) -> None:
+        """The scheduler, or something of the above, raised: nothing will run any more."""
 
 
 @dataclass(slots=True)
@@ -77,7 +82,7 @@ class Executor:
         self._loop = asyncio.get_running_loop()
         self._running: deque[_Running] = deque()
         self._scheduled = False
-        self._linger: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None  # to look at the queues again
         self._closed = False
 
     def notify(self) -> None:
@@ -96,11 +101,16 @@ class Executor:
     def close(self) -> None:
         """Start nothing more; what runs is let to its end by the device."""
         self._closed = True
-        if self._linger is not None:
-            self._linger.cancel()
+        self._look_again(None)
 
     def _pump(self) -> None:
         self._scheduled = False
+        try:
+            self._fill()
+        except Exception as error:
+            self._break(error)
+
+    def _fill(self) -> None:
         while len(self._running) < DEPTH and not self._closed:
             begin_s = time.perf_counter()
             stage = self._choose()
@@ -121,31 +131,43 @@ class Executor:
         queues, now_s = self._queues, self._loop.time()
         runnable = self._policy.runnable(queues.rows, queues.oldest_s, now_s)
         if not runnable.any():
-            self._wait_for_linger()
+            self._look_again(self._policy.next_runnable_s(queues.rows, queues.oldest_s))
             return None
-        return self._scheduler.choose(
+        stage = self._scheduler.choose(
             QueueView(
                 queues.rows, runnable, queues.oldest_decision, queues.oldest_s,
                 queues.decision, now_s,
             )
         )
+        if stage is None:
+            self._look_again(None if self._running else now_s + ASK_AGAIN_S)
+        elif not 0 <= stage < len(runnable) or not runnable[stage]:
+            raise ValueError(f"it chose stage {stage}, which is not runnable")
+        return stage
 
-    def _wait_for_linger(self) -> None:
-        when_s = self._policy.next_runnable_s(self._queues.rows, self._queues.oldest_s)
-        if self._linger is not None:
-            self._linger.cancel()
-        self._linger = None if when_s is None else self._loop.call_at(when_s, self.notify)
+    def _look_again(self, when_s: float | None) -> None:
+        """Set the one timer; None for not at all."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if when_s is None else self._loop.call_at(when_s, self.notify)
+
+    def _break(self, error: Exception) -> None:
+        self.close()
+        self._stages.broken(error)
 
     def _done(self, running: _Running, timed: _Timed, future: asyncio.Future[Any]) -> None:
         self._running.remove(running)
         begin_s = time.perf_counter()
         error = None if future.cancelled() else future.exception()
-        if error is not None:
-            self._stages.failed(running.step, error)
-        else:
-            self._stages.finish(running.step, future.result())
-        for callback in running.after:
-            callback()
+        try:
+            if error is not None:
+                self._stages.failed(running.step, error)
+            else:
+                self._stages.finish(running.step, future.result())
+            for callback in running.after:
+                callback()
+        except Exception as fault:
+            self._break(fault)
         times = self._times.kinds[running.step.kind]
         times.compute_s += timed.compute_s
         times.finish_s += time.perf_counter() - begin_s

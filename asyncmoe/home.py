@@ -153,17 +153,26 @@ class Home:
         return Request(message.request_id, prompt, params, limit, blocks)
 
     def pump(self) -> None:
-        """Admit what fits, in order, and put prefill chunks into the layers while slots last."""
+        """Admit what fits, in order, and put prefill chunks into the layers while slots last.
+
+        Requests take turns by the chunk, so that a short prompt does not wait for a long one.
+        """
         while self._waiting and self._fits(self._waiting[0]):
             self._start(self._waiting.popleft())
-        for request in list(self._prefilling):
-            while request.injected < len(request.prompt) and len(request.chunks) < _MOST_CHUNKS:
-                rows = min(self._config.prefill_chunk, len(request.prompt) - request.injected)
-                if rows > self._prefill_slots:
-                    return
+        full = 0  # requests at the front in turn that have all the chunks in the layers they may
+        while full < len(self._prefilling):
+            request = self._prefilling[0]
+            rows = min(self._config.prefill_chunk, len(request.prompt) - request.injected)
+            if len(request.chunks) >= _MOST_CHUNKS:
+                full += 1
+            elif rows > self._prefill_slots:
+                return  # it keeps its turn
+            else:
+                full = 0
                 self._inject(request, rows)
-            if request.injected == len(request.prompt):
-                self._prefilling.remove(request)
+            self._prefilling.popleft()
+            if request.injected < len(request.prompt):
+                self._prefilling.append(request)
 
     @property
     def _prefill_slots(self) -> int:
@@ -327,8 +336,8 @@ class Home:
     def end(self, request_id: int, reason: str, message: str = "") -> None:
         """End a request early ("aborted" or "failed"). An unknown id is ignored: it is over.
 
-        Slots are free at once, since late rows die on their epochs; KV blocks are free when the
-        stages that now run have ended.
+        Slots of prefill chunks are free at once, since late rows die on their epochs; the
+        request's row, its decode slot and KV blocks when the stages that now run have ended.
         """
         request = self._by_id.get(request_id)
         if request is None:
@@ -353,7 +362,9 @@ class Home:
         chunks = list(request.chunks)
         for chunk in chunks:
             self.table.release(self.chunks.slots[chunk])
-        self.table.release(self._decode_slot[[row]])
+        # Its rows die now, but the slot goes back with the request's row (`_free_memory`): the next
+        # request on that row must find a slot, so no chunk may take it in between.
+        self.table.renew(self._decode_slot[[row]])
         if self._decode_chunk[row] != NONE:
             chunks.append(int(self._decode_chunk[row]))
         for chunk in chunks:
@@ -369,6 +380,7 @@ class Home:
         row = request.row
         self.pool.release(row, request.blocks)
         self.sampling.clear(row)
+        self.table.release(self._decode_slot[[row]])
         self._by_row[row] = None
         self._decode_slot[row] = self._decode_chunk[row] = NONE
         self._free_rows.append(row)
@@ -376,7 +388,7 @@ class Home:
 
     def request_of(self, chunk: int) -> int:
         """Id of the request that a chunk in the layers belongs to."""
-        request = self._by_row[self.chunks.request[chunk]]
+        request = self._by_row[int(self.chunks.request[chunk])]
         assert request is not None
         return request.request_id
 

@@ -29,6 +29,7 @@ from asyncmoe.wire import (
 )
 
 _READS_PER_WAKE = 16
+_READ_BYTES_PER_WAKE = 4 << 20
 _WRITES_PER_WAKE = 16
 _BUFFERS_PER_WRITE = 64
 _TICKS_PER_TIMEOUT = 5  # a heartbeat per tick without other output; lost after a silent timeout
@@ -94,9 +95,14 @@ class Link:
 
         Raises `PeerLost` if it is lost already.
         """
-        if self.error is not None:
-            raise self.error
+        self.check()
         self._enqueue(buffers, on_sent)
+
+    def check(self) -> None:
+        """Raise `PeerLost` if nothing can be sent any more."""
+        if self.error is not None:
+            # A new one each time: an exception raised again keeps all its callers' frames alive.
+            raise PeerLost(self.peer, self.error.reason)
 
     async def close(self) -> None:
         """Send what is queued and a goodbye, wait until the peer has seen it, and disconnect.
@@ -145,6 +151,7 @@ class Link:
         self._sock.close()
         self._queue.clear()
         self._marks.clear()
+        self._wanted.clear()
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(None)
 
@@ -216,6 +223,7 @@ class Link:
     # -- receiving -------------------------------------------------------------------------------
 
     def _on_readable(self) -> None:
+        budget = _READ_BYTES_PER_WAKE
         for _ in range(_READS_PER_WAKE):
             left = self._left
             try:
@@ -234,7 +242,9 @@ class Link:
             except ProtocolError as error:
                 self._lose(f"malformed frame: {error}")
                 return
-            if self.error is not None or got < left:
+            budget -= got
+            # Less than asked for means that the kernel has no more: spare the call that says so.
+            if self.error is not None or got < left or budget <= 0:
                 return
 
     def _take(self, got: int) -> None:

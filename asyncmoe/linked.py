@@ -63,6 +63,7 @@ class Peer:
 
     def give_up(self, error: PeerLost) -> None:
         """End everything that is under way with this peer, whose link is gone."""
+        self._transfer = self._message = None
         self._transport._quarantined(self, self.inbound.abandon())
         self.outbound.fail(error)
 
@@ -160,6 +161,5 @@ class LinkedTransport(Transport):
         state = self._peers.get(peer)
         if state is None:
             raise ValueError(f"rank {self.context.rank} has no connection to rank {peer}")
-        if state.link.error is not None:
-            raise state.link.error
+        state.link.check()
         return state

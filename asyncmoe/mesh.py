@@ -7,7 +7,6 @@ lower ranks and admits the higher ones. Strangers cost a small, bounded record e
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 from collections.abc import Callable
@@ -48,15 +47,23 @@ async def connect_all(
             group.create_task(_admit_higher(context, listener, connected))
             for peer in range(context.rank):
                 group.create_task(_dial(context, name, peer, connected))
-    except TimeoutError:
+    except (TimeoutError, BaseExceptionGroup) as error:
+        first = _first(error)
+        if not isinstance(first, TimeoutError):
+            raise first from None
         raise TimeoutError(
             f"rank {context.rank} has no connection to ranks {sorted(missing)} "
             f"after {context.start_timeout_s:g} s"
         ) from None
-    except BaseExceptionGroup as group:
-        raise group.exceptions[0] from None
     finally:
         listener.close()
+
+
+def _first(error: BaseException) -> BaseException:
+    """What went wrong first, out of the groups that task groups make."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 async def _listen(host: str) -> socket.socket:
@@ -110,6 +117,7 @@ async def _admit_higher(
     loop = asyncio.get_running_loop()
     waiting = set(range(context.rank + 1, context.world))
     complete = asyncio.Event()
+    handshakes: set[asyncio.Task[None]] = set()
 
     async def admit(sock: socket.socket) -> None:
         try:
@@ -119,34 +127,32 @@ async def _admit_higher(
                 )
             if peer not in waiting:
                 raise ProtocolError(f"rank {peer} is connected already")
-        except (OSError, ProtocolError, TimeoutError) as error:
+        except BaseException as error:
             sock.close()
+            if not isinstance(error, OSError | ProtocolError):  # a TimeoutError is an OSError
+                raise
             _LOG.warning("rank %d dropped a connection: %s", context.rank, error)
             return
-        except BaseException:
-            sock.close()
-            raise
         connected(_link(context, sock, peer), generation)
         waiting.discard(peer)
         if not waiting:
             complete.set()
 
-    async def accept() -> None:
-        async with asyncio.TaskGroup() as group:
-            while True:
-                sock, _ = await loop.sock_accept(listener)
-                sock.setblocking(False)
-                group.create_task(admit(sock))
+    async def accept(group: asyncio.TaskGroup) -> None:
+        while True:
+            sock, _ = await loop.sock_accept(listener)
+            sock.setblocking(False)
+            task = group.create_task(admit(sock))
+            handshakes.add(task)
+            task.add_done_callback(handshakes.discard)
 
     if not waiting:
         return
-    accepting = asyncio.create_task(accept())
-    try:
+    async with asyncio.TaskGroup() as group:
+        accepting = group.create_task(accept(group))
         await complete.wait()
-    finally:
-        accepting.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await accepting
+        for task in (accepting, *handshakes):
+            task.cancel()
 
 
 def _link(context: TransportContext, sock: socket.socket, peer: int) -> Link:

@@ -142,12 +142,12 @@ class RowQueue:
 
     def discard(self, source: int, slots: NDArray[np.uint32], epochs: NDArray[np.uint32]) -> int:
         """Drop the queued rows of `source` with these (slot, epoch); return how many there were."""
-        dead = _key(slots, epochs)
+        dead = row_key(slots, epochs)
         dropped = 0
         kept: deque[RowSegment] = deque()
         for segment in self._segments:
             if segment.source == source:
-                gone = np.isin(_key(segment.parcel.slot, segment.parcel.epoch), dead)
+                gone = np.isin(row_key(segment.parcel.slot, segment.parcel.epoch), dead)
                 count = int(gone.sum())
                 if count:
                     dropped += count
@@ -162,7 +162,8 @@ class RowQueue:
         return dropped
 
 
-def _key(slots: NDArray[np.uint32], epochs: NDArray[np.uint32]) -> NDArray[np.uint64]:
+def row_key(slots: NDArray[np.uint32], epochs: NDArray[np.uint32]) -> NDArray[np.uint64]:
+    """Slot and epoch as one number."""
     return (slots.astype(np.uint64) << np.uint64(32)) | epochs.astype(np.uint64)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
@@ -84,6 +85,7 @@ class Rank:
         self.placement: Placement
         self.kv_blocks_of: dict[int, int]
         self.times = RankTimes()
+        self._no_experts: Exception | None = None  # the loss of a rank without which no row gets far
         self._closing = False
         self._resources = AsyncExitStack()  # closed in reverse order: executor, transport, device
 
@@ -152,8 +154,8 @@ class Rank:
             self.placement.owner == self.rank, self.placement.local.astype(np.int64), -1
         )
         self._receptor = Receptor(
-            self.rank, self.chain, self._local, self.queues, self._dispatcher, self.home,
-            self.executor.notify, self._loop.time, self.times,
+            self.rank, self.chain, self._local, spec.dtype, self.queues, self._dispatcher,
+            self.home, self.executor.notify, self._loop.time, self.times,
         )
 
     def _make_transport(self, limits: Limits) -> Transport:
@@ -182,8 +184,13 @@ class Rank:
         expert_ranks = len(np.unique(self.placement.owner)) or 1
         parts = spec.top_k if per_expert else min(spec.top_k, expert_ranks)
         self._cache: Cache = cache_tensors(spec, blocks, config.kv.block_tokens, requests, device)
+        # A chunk is never split, so it must fit every batch that it may be part of.
+        rows = min(config.engine.prefill_chunk, config.batch.attention_max_rows)
+        if self.model.has_finish:
+            rows = min(rows, config.batch.head_max_rows)
         return Home(
-            config.engine, spec.context, spec.vocab, self.chain,
+            config.engine.model_copy(update={"prefill_chunk": rows}),
+            spec.context, spec.vocab, self.chain,
             TokenTable(config.engine.slots, max(1, parts), spec.hidden, spec.dtype, device),
             BlockPool(blocks, config.kv.block_tokens, requests, spec.context),
             SamplingTable(requests, spec.vocab, spec.eos_ids),
@@ -214,6 +221,8 @@ class Rank:
 
     def _handle(self, source: int, message: Message) -> None:
         match message:
+            case Admit() if self._no_experts is not None:
+                self.emit(Ended(message.request_id, "failed", str(self._no_experts)))
             case Admit() if self.home is not None:
                 self.home.admit(message)
                 self.executor.notify()
@@ -223,6 +232,7 @@ class Rank:
                 )
             case Abort() if self.home is not None:
                 self.home.end(message.request_id, "aborted")
+                self.executor.notify()  # its memory may have let a waiting request in
             case Discard():
                 self._discard(source, message)
             case Credit():
@@ -253,6 +263,7 @@ class Rank:
             **self.times.values(),
             "busy_s": self.device.busy_s(),
             "loop_s": self._loop.time(),
+            "loop_cpu_s": time.thread_time(),
             "sent_parcels": self._dispatcher.sent_parcels,
             "sent_bytes": self._dispatcher.sent_bytes,
             "outbox_rows": self._dispatcher.waiting_rows,
@@ -294,6 +305,7 @@ class Rank:
         if peer == FRONT_END:
             self._stop(PeerLost(peer, "it hosts the front end"))
         elif self.home is not None and bool((self.placement.owner == peer).any()):
+            self._no_experts = error
             for request_id in self.home.request_ids:
                 self.home.end(request_id, "failed", str(error))
         self.on_rank_lost(peer, error)
@@ -316,6 +328,7 @@ class Rank:
 
     def discard(self, slots: NDArray[np.int64], epochs: NDArray[np.uint32]) -> None:
         """See `Host`."""
+        self._dispatcher.discard(slots.astype(np.uint32), epochs)
         self.queues.discard(self.rank, slots.astype(np.uint32), epochs)
         note = encode(Discard(slots.tolist(), epochs.tolist()))
         for peer in np.unique(self.placement.owner).tolist():
@@ -389,6 +402,12 @@ class Rank:
         reason = f"{self.chain.name(step.stage)} failed: {error}"
         for chunk in rows.chunks[rows.alive(self.home.table)].tolist():
             self.home.end(self.home.request_of(chunk), "failed", reason)
+
+    def broken(self, error: Exception) -> None:
+        """See `Stages`."""
+        log.error("the executor stopped", exc_info=error)
+        name = self.config.scheduler.name
+        self._stop(AsyncMoeError(f"the executor stopped (scheduler {name}): {error}"))
 
     def _stop(self, error: Exception | None) -> None:
         if self.stopped.done():

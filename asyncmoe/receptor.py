@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from asyncmoe.dispatcher import Dispatcher
@@ -25,6 +26,7 @@ class Receptor:
         rank: int,
         chain: StageChain,
         local: NDArray[np.int64],
+        dtype: torch.dtype,
         queues: Queues,
         dispatcher: Dispatcher,
         home: Home | None,
@@ -32,8 +34,11 @@ class Receptor:
         now_s: Callable[[], float],
         times: RankTimes,
     ) -> None:
-        """`local`: [MoE layers, experts] local index of each expert; -1 where it is elsewhere."""
-        self._rank, self._chain, self._local = rank, chain, local
+        """`local`: [MoE layers, experts] local index of each expert; -1 where it is elsewhere.
+
+        `dtype`: the model's, which payloads must have.
+        """
+        self._rank, self._chain, self._local, self._dtype = rank, chain, local, dtype
         self._queues, self._dispatcher, self._home = queues, dispatcher, home
         self._notify, self._now_s, self._times = notify, now_s, times
 
@@ -45,6 +50,8 @@ class Receptor:
             self._chain.kind(parcel.stage) is not Kind.EXPERT
         ):
             raise ProtocolError(f"parcel for stage {parcel.stage}, which is no expert stage")
+        if parcel.payload.dtype is not self._dtype:
+            raise ProtocolError(f"payload of {parcel.payload.dtype}; the model has {self._dtype}")
         if parcel.kind is ParcelClass.DISPATCH:
             self._check_experts(parcel)
             self._put(arrival.source, parcel, arrival.release)

@@ -50,12 +50,12 @@ def route(
         part = (np.take_along_axis(number, rank.astype(np.int64), axis=1) - 1).astype(np.uint8)
         count = number[:, -1]
     flat_rank = rank.ravel()
-    flat = (experts.astype(np.uint16).ravel(), weights.ravel(), part.ravel())
+    expert, weight, part = experts.astype(np.uint16).ravel(), weights.ravel(), part.ravel()
     pairs_of = np.bincount(flat_rank, minlength=world)
     destinations = np.flatnonzero(pairs_of)
     if len(destinations) == 1:
-        everything = np.arange(rows), np.full(rows, top_k, np.uint8)
-        return count, [Route(int(destinations[0]), *everything, *flat)]
+        everything, fanout = np.arange(rows), np.full(rows, top_k, np.uint8)
+        return count, [Route(int(destinations[0]), everything, fanout, expert, weight, part)]
     by_rank = np.argsort(flat_rank, kind="stable")
     ends = np.cumsum(pairs_of)
     routes = []
@@ -64,6 +64,6 @@ def route(
         row_of_pair = pairs // top_k
         first = np.flatnonzero(np.diff(row_of_pair, prepend=-1))
         fanout = np.diff(first, append=len(pairs)).astype(np.uint8)
-        columns = [column[pairs] for column in flat]
+        columns = expert[pairs], weight[pairs], part[pairs]
         routes.append(Route(destination, row_of_pair[first], fanout, *columns))
     return count, routes

@@ -58,7 +58,11 @@ class Scheduler(ABC):
 
     @abstractmethod
     def choose(self, view: QueueView) -> int | None:
-        """Return the index of the stage to run next, or None to wait for more rows."""
+        """Return the index of the stage to run next, or None to wait for more rows.
+
+        After None it is asked again when rows or results have arrived; if nothing runs, also without
+        either, about a millisecond later.
+        """
 
     def executed(self, stage: int, rows: int) -> None:  # noqa: B027 - a hook that few need
         """Take note that a batch of `rows` rows of `stage` has been handed to the device."""

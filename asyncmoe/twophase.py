@@ -34,7 +34,7 @@ class Outbound:
     def __init__(self, rank: int, generation: int, limits: Limits) -> None:
         self._rank, self._generation, self._limits = rank, generation, limits
         self._sequence = [0] * _CLASSES
-        self._unsent: set[Posted] = set()
+        self._unsent: dict[Posted, None] = {}  # in the order posted
 
     def parcel(self, parcel: Parcel, lease: int = 0) -> tuple[bytes, Posted]:
         """Number the parcel: its control frame, and its source side. Raises as `encode_parcel`."""
@@ -48,7 +48,7 @@ class Outbound:
         )
         self._sequence[parcel.kind] += 1
         posted = Posted()
-        self._unsent.add(posted)
+        self._unsent[posted] = None
         return frame, posted
 
     def message(self, length: int) -> bytes:
@@ -59,12 +59,12 @@ class Outbound:
 
     def sent(self, posted: Posted) -> None:
         """First event: nothing reads the source any more."""
-        self._unsent.discard(posted)
+        self._unsent.pop(posted, None)
         posted.complete()
 
     def fail(self, error: Exception) -> None:
         """Give up all parcels on their way; the caller promises that nothing reads them."""
-        unsent, self._unsent = self._unsent, set()
+        unsent, self._unsent = self._unsent, {}
         for posted in unsent:
             posted.complete(error)
 

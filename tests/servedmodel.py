@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +47,10 @@ def served_config(path: Path, **sections: dict[str, Any]) -> Config:
             **sections,
         }
     )
+
+
+async def eventually(condition: Callable[[], Awaitable[bool]], timeout_s: float = 15.0) -> None:
+    """Wait until `condition` holds. Raises `TimeoutError`."""
+    async with asyncio.timeout(timeout_s):
+        while not await condition():
+            await asyncio.sleep(0.02)

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from asyncmoe.checkpoint import open_checkpoint
+from asyncmoe.config import ModelConfig
 from asyncmoe.model import Cache, ExpertBatch, LoadPlan, Model, RowBatch
 
 
 @dataclass
-class Sequence_:
+class Request:
     """One request: its row of the block table and how many of its tokens are in the cache."""
 
     row: int
     cached: int = 0
-    logits: list[Tensor] = field(default_factory=list)
 
 
 class StageRunner:
-    """The home rank's model and the models that hold the experts, which may be several."""
+    """The home rank's model, and the models with their plans that hold the experts."""
 
     def __init__(
         self,
@@ -32,8 +35,7 @@ class StageRunner:
         context: int = 128,
         block_tokens: int = 4,
     ) -> None:
-        self.home, self.owners = home, owners
-        self.block_tokens = block_tokens
+        self.home, self.owners, self.block_tokens = home, owners, block_tokens
         width = context // block_tokens
         blocks = torch.randperm(requests * width, generator=torch.Generator().manual_seed(7))
         self.table = blocks.view(requests, width)
@@ -45,45 +47,69 @@ class StageRunner:
             for layer in home.spec.caches
         ]
 
-    def step(self, tokens: Sequence[tuple[Sequence_, Sequence[int]]]) -> list[Tensor]:
-        """Run one batch of segments, decode rows (one token) first; logits of each segment's rows."""
-        batch = self._batch(tokens)
-        x = self.home.embed(torch.tensor([t for _, ids in tokens for t in ids]))
+    @torch.inference_mode()
+    def step(self, segments: Sequence[tuple[Request, Sequence[int]]]) -> list[Tensor]:
+        """Run one batch, segments of one token first; gives the logits of each segment's rows."""
+        batch = self._batch(segments)
+        x = self.home.embed(torch.tensor([token for _, ids in segments for token in ids]))
         for layer in range(len(self.home.spec.moe_layers)):
             routed = self.home.attention(layer, x, batch, self.cache)
             total = routed.residual.float()
             for model, plan in self.owners:
                 part = expert_batch(routed.experts, routed.weights, plan.experts[layer])
                 if len(part.row):
-                    total += model.experts(layer, routed.hidden, part).float()
+                    total = total + model.experts(layer, routed.hidden, part).float()
             x = total.to(routed.residual.dtype)
-        assert self.home.has_finish == (
-            self.home.spec.moe_layers[-1] < self.home.spec.decoder_layers - 1
-        )
-        x = self.home.finish(x, batch, self.cache)
-        for sequence, ids in tokens:
-            sequence.cached += len(ids)
-        return list(self.home.logits(x).split([len(ids) for _, ids in tokens]))
+        if self.home.has_finish:
+            x = self.home.finish(x, batch, self.cache)
+        for request, ids in segments:
+            request.cached += len(ids)
+        return list(self.home.logits(x).split([len(ids) for _, ids in segments]))
 
-    def _batch(self, tokens: Sequence[tuple[Sequence_, Sequence[int]]]) -> RowBatch:
-        lengths = torch.tensor([len(ids) for _, ids in tokens])
-        rows = torch.tensor([sequence.row for sequence, _ in tokens])
-        cached = torch.tensor([sequence.cached for sequence, _ in tokens])
+    def _batch(self, segments: Sequence[tuple[Request, Sequence[int]]]) -> RowBatch:
+        lengths = torch.tensor([len(ids) for _, ids in segments])
+        rows = torch.tensor([request.row for request, _ in segments])
+        cached = torch.tensor([request.cached for request, _ in segments])
         starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         segment = torch.repeat_interleave(lengths)
         positions = torch.arange(len(segment)) - starts[segment] + cached[segment]
         block = self.table[rows[segment], positions // self.block_tokens]
-        decode = next((i for i, n in enumerate(lengths.tolist()) if n > 1), len(tokens))
+        decode = next((i for i, n in enumerate(lengths.tolist()) if n > 1), len(segments))
+        used = -(-int((cached + lengths).max()) // self.block_tokens)
         return RowBatch(
             positions=positions,
             cache_index=block * self.block_tokens + positions % self.block_tokens,
             decode_rows=decode,
             query_start=starts,
             context_len=cached + lengths,
-            block_table=self.table[rows],
+            block_table=self.table[rows, :used],
             request=rows,
             block_tokens=self.block_tokens,
         )
+
+    def play(
+        self, sequences: Sequence[Sequence[int]], chunks: Sequence[int], prompts: Sequence[int]
+    ) -> list[Tensor]:
+        """Logits [tokens, vocab] of each sequence, all in the same batches.
+
+        Sequence i runs `prompts[i]` tokens as prefill in chunks of `chunks[i]`, the rest one by one.
+        """
+        requests = [Request(row) for row in range(len(sequences))]
+        logits: list[list[Tensor]] = [[] for _ in sequences]
+        while True:
+            batch = []
+            for i, request in enumerate(requests):
+                left = prompts[i] - request.cached
+                size = min(chunks[i], left) if left > 0 else 1
+                ids = sequences[i][request.cached : request.cached + size]
+                if ids:
+                    batch.append((i, ids))
+            if not batch:
+                return [torch.cat(parts) for parts in logits]
+            batch.sort(key=lambda item: len(item[1]) > 1)
+            parts = self.step([(requests[i], ids) for i, ids in batch])
+            for (i, _), part in zip(batch, parts, strict=True):
+                logits[i].append(part)
 
 
 def expert_batch(experts: Tensor, weights: Tensor, local: Sequence[int]) -> ExpertBatch:
@@ -91,22 +117,28 @@ def expert_batch(experts: Tensor, weights: Tensor, local: Sequence[int]) -> Expe
     rows, top_k = experts.shape
     index = {expert: i for i, expert in enumerate(local)}
     pairs = sorted(
-        (index[e], row, k)
+        (index[expert], row, k)
         for row, chosen in enumerate(experts.tolist())
-        for k, e in enumerate(chosen)
-        if e in index
+        for k, expert in enumerate(chosen)
+        if expert in index
     )
     gather = torch.full((rows, top_k), -1)
-    for pair, (_, row, k) in enumerate(pairs):
-        gather[row, k] = pair
     counts = torch.zeros(len(local), dtype=torch.int64)
-    for expert, _, _ in pairs:
+    for pair, (expert, row, k) in enumerate(pairs):
+        gather[row, k] = pair
         counts[expert] += 1
-    row = torch.tensor([row for _, row, _ in pairs], dtype=torch.int64)
-    weight = torch.stack([weights[row, k] for _, row, k in pairs]) if pairs else weights[:0, 0]
-    return ExpertBatch(row, weight, counts, gather)
+    at = torch.tensor(pairs, dtype=torch.int64).view(-1, 3)
+    return ExpertBatch(at[:, 1], weights[at[:, 1], at[:, 2]], counts, gather)
 
 
-def whole_plan(model_layers: int, experts: int) -> LoadPlan:
+def whole_plan(moe_layers: int, experts: int) -> LoadPlan:
     """Everything on one rank."""
-    return LoadPlan(True, (tuple(range(experts)),) * model_layers)
+    return LoadPlan(True, (tuple(range(experts)),) * moe_layers)
+
+
+def make_runner(path: Path, *, model: dict[str, Any] | None = None, **options: Any) -> StageRunner:
+    """One rank with all of the checkpoint; `model` are keys of `ModelConfig`."""
+    checkpoint = open_checkpoint(ModelConfig(name=str(path), **(model or {})))
+    plan = whole_plan(len(checkpoint.spec.moe_layers), checkpoint.spec.experts)
+    loaded = checkpoint.load(plan, torch.device("cpu"))
+    return StageRunner(loaded, [(loaded, plan)], **options)

@@ -15,7 +15,7 @@ from asyncmoe.frontend.output import Transcript
 from asyncmoe.frontend.stream import RequestStream
 from asyncmoe.messages import Ended
 from asyncmoe.sampling import SamplingParams
-from tests.servedmodel import make_served_checkpoint, served_config
+from tests.servedmodel import eventually, make_served_checkpoint, served_config
 
 PROMPT = [5, 17, 9]
 CONTEXT = 512
@@ -173,12 +173,14 @@ async def engine(checkpoint: Path) -> AsyncIterator[AsyncEngine]:
 
 async def at_rest(engine: AsyncEngine, timeout_s: float = 20.0) -> None:
     """Wait until nothing of any request is left, at the front end and on all ranks."""
-    async with asyncio.timeout(timeout_s):
-        while engine.running or any(
-            report["running_requests"] or report["free_kv_blocks"] != report["kv_blocks"]
+
+    async def idle() -> bool:
+        return not engine.running and all(
+            report["running_requests"] == 0 and report["free_kv_blocks"] == report["kv_blocks"]
             for report in (await engine.stats()).values()
-        ):
-            await asyncio.sleep(0.02)
+        )
+
+    await eventually(idle, timeout_s)
     assert all(home.tokens == 0 for home in engine._admission.account().values())
 
 
@@ -187,7 +189,7 @@ async def test_the_items_of_a_stream_join_to_the_whole_answer(engine: AsyncEngin
     items = [item async for item in engine.generate(PROMPT, params(20))]
     assert len(items) > 1
     assert "".join(item.delta or "" for item in items) == whole.text == items[-1].text
-    assert sum((item.new_token_ids for item in items), []) == whole.token_ids
+    assert [token for item in items for token in item.new_token_ids] == whole.token_ids
     assert len(whole.token_ids) == 20
     assert [item.finish_reason for item in items] == [None] * (len(items) - 1) + ["length"]
     await at_rest(engine)

@@ -6,8 +6,10 @@ Most tests run `LocalRanks` with a small program in place of a rank; the last ru
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -181,11 +183,14 @@ def test_real_rank_dies_with_a_parent_that_is_killed() -> None:
             "-c",
             textwrap.dedent("""
                 import asyncio
+                from asyncmoe import configfile
                 from asyncmoe.frontend.localranks import LocalRanks
-                from tests.test_launch import MEETING, config_of
+                from asyncmoe.frontend.world import Rendezvous
 
                 async def main():
-                    local = LocalRanks(config_of(2), MEETING)
+                    config = configfile.load(environ={}, overrides={"cluster.ranks": 2})
+                    meeting = Rendezvous("127.0.0.1", 29500, "test", agent_hosts=False)
+                    local = LocalRanks(config, meeting)
                     await local.start()
                     print(local.pids[1], flush=True)
                     await asyncio.sleep(60)
@@ -245,3 +250,27 @@ async def test_failure_of_rank_0_ends_its_children() -> None:
         await cluster.start(broken())
 
     assert not any(alive(pid) for pid in pids.values())
+
+
+def test_two_torchrun_agents_form_one_engine() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    arguments = ["generate", "--prompt=Once", "--max-tokens=4", "--json", "--threads=1"]
+    agents = [
+        subprocess.Popen(
+            [
+                sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1",
+                f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}",
+                "-m", "asyncmoe", *arguments,
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in (0, 1)
+    ]  # fmt: skip
+    (answer, log), (nothing, _) = (agent.communicate(timeout=120) for agent in agents)
+
+    assert [agent.returncode for agent in agents] == [0, 0], log
+    assert json.loads(answer)["ranks"] == 2
+    assert nothing == ""

@@ -84,9 +84,9 @@ def test_settings_have_flat_and_dotted_names_and_typos_are_explained(checkpoint:
     with LLM(str(checkpoint), scheduler="flfs", prefill_chunk=8, **{"kv.blocks": 40}) as llm:
         config = llm.config
     assert (config.scheduler.name, config.engine.prefill_chunk, config.kv.blocks) == ("flfs", 8, 40)
-    with pytest.raises(UnknownName, match="'schedular'. Did you mean 'scheduler'"):
+    with pytest.raises(UnknownName, match=r"'schedular'\. Did you mean 'scheduler'"):
         LLM(str(checkpoint), schedular="flfs")
-    with pytest.raises(ConfigError, match="kv.blocks"):
+    with pytest.raises(ConfigError, match=r"kv\.blocks"):
         LLM(str(checkpoint), **{"kv.blocks": 0})
 
 

@@ -79,7 +79,7 @@ class InprocTransport(Transport):
         if pair is None:
             raise ValueError(f"rank {self.context.rank} has no connection to rank {peer}")
         if pair.error is not None:
-            raise pair.error
+            raise PeerLost(peer, pair.error.reason)
         return pair
 
 

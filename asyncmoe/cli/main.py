@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import importlib
 import logging
 import os
@@ -46,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     # The store where ranks meet logs a stack trace for every connection that ends.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # At exit the collector would go through all objects of torch, which takes about two seconds.
+    atexit.register(gc.freeze)
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
     except (AsyncMoeError, TimeoutError) as error:

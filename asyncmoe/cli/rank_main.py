@@ -8,6 +8,7 @@ environment.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 
@@ -66,4 +67,8 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    status = main()
+    logging.shutdown()
+    # The rank has closed all it had. Taking torch apart object by object takes seconds, which the
+    # operator who stops a server would wait for.
+    os._exit(status)

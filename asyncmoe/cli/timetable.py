@@ -15,8 +15,8 @@ def time_table(before: Mapping[int, Report], after: Mapping[int, Report]) -> str
     ranks = sorted(set(before) & set(after))
     columns = [_column(before[rank], after[rank]) for rank in ranks]
     rows = [["", *(f"rank {rank}" for rank in ranks)]]
-    for name in columns[0] if columns else ():
-        rows.append([name, *(column[name] for column in columns)])
+    names = columns[0] if columns else ()
+    rows += [[name, *(column[name] for column in columns)] for name in names]
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     return "\n".join(_line(row, widths) for row in rows)
 

@@ -54,14 +54,16 @@ class CpuDevice(Device):
                 result, failure = None, None
                 try:
                     result = work()
-                except Exception as error:
+                except StopIteration as error:  # a future refuses it
+                    failure = RuntimeError(f"the work raised {error!r}")
+                except BaseException as error:  # a panic in an extension must not end the thread
                     failure = error
                 self._busy_s += time.perf_counter() - begin_s
                 future.get_loop().call_soon_threadsafe(_settle, future, result, failure)
                 del item, work, future, result, failure  # nothing of a batch outlives it here
 
 
-def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
     if future.done():
         return
     if error is not None:

@@ -67,11 +67,6 @@ class Admission:
         """
         if not prompt:
             raise RequestError("prompt is empty; it must have at least one token", "prompt")
-        if min(prompt) < 0 or max(prompt) >= self.vocab:
-            bad = next(token for token in prompt if not 0 <= token < self.vocab)
-            raise RequestError(
-                f"prompt token id {bad} is not in the vocabulary: 0 to {self.vocab - 1}", "prompt"
-            )
         room = self.context, "the model's context"
         # The last token is only sent out: it never enters the layers, so it takes no KV.
         pool = self.pool_tokens + 1, f"the KV pool of a home rank ({self.pool_tokens} tokens)"
@@ -88,6 +83,13 @@ class Admission:
                     f"{len(prompt) + params.max_tokens}: {what} has room for {limit} tokens, "
                     "prompt and answer together",
                     "max_tokens",
+                )
+        for token in prompt:  # at the end, when their number is known to be bounded
+            if not isinstance(token, int) or not 0 <= token < self.vocab:
+                raise RequestError(
+                    f"prompt token id {token!r:.80} is not in the vocabulary: 0 to "
+                    f"{self.vocab - 1}",
+                    "prompt",
                 )
         if params.max_tokens is not None:
             return params.max_tokens

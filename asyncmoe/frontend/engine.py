@@ -183,7 +183,7 @@ class AsyncEngine:
             self._stop_at_home(number)
 
     async def _tokenize(self, prompt: Prompt, chat_options: Mapping[str, Any]) -> list[int]:
-        if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
+        if not isinstance(prompt, str) and (not prompt or isinstance(prompt[0], int)):
             return cast(list[int], list(prompt))
         if self.tokenizer is None:
             raise RequestError(
@@ -297,7 +297,9 @@ class AsyncEngine:
     @property
     def request_window(self) -> int:
         """Requests that keep every home rank busy; more at a time only wait."""
-        return 2 * self.config.engine.max_requests * max(1, len(self._admission.account()))
+        limits = self.config.engine
+        waiting = min(limits.max_requests, limits.queue_requests // 2)
+        return (limits.max_requests + waiting) * max(1, len(self._admission.account()))
 
     async def stats(self, timeout_s: float = 5.0) -> dict[int, dict[str, Any]]:
         """The counters of every rank by rank; a rank that is lost or silent is left out."""

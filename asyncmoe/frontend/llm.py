@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import threading
 import time
 import weakref
 from collections import Counter
@@ -36,12 +37,12 @@ class LLM:
     ends, or when the object is collected, is closed then.
     """
 
-    def __init__(self, model: str = "tiny", ranks: int = 1, **settings: Any) -> None:
+    def __init__(self, model: str = "tiny", ranks: int | None = None, **settings: Any) -> None:
         """Start the engine; returns when all ranks have loaded their weights.
 
-        `settings` are config keys: dotted (`**{"kv.blocks": 512}`), or by their last part where
-        that is unique (`prefill_chunk=64`), or by the short name of their flag (`dtype`,
-        `scheduler`, `transport`, `threads`). Raises `ConfigError`, `CheckpointError`,
+        `ranks` is 1 by default. `settings` are config keys: dotted (`**{"kv.blocks": 512}`), or by
+        their last part where that is unique (`prefill_chunk=64`), or by the short name of their
+        flag (`dtype`, `scheduler`, `transport`, `threads`). Raises `ConfigError`, `CheckpointError`,
         `RankFailed`.
         """
         overrides = {"model.name": model, "cluster.ranks": ranks, **_by_path(settings)}
@@ -53,6 +54,9 @@ class LLM:
             self._thread.stop()
             raise
         self._finalizer = weakref.finalize(self, _close, self._thread, self._engine)
+        self._finalizer.atexit = False
+        # atexit comes too late for an orderly end: by then no thread pool takes work any more.
+        threading._register_atexit(self._finalizer)  # type: ignore[attr-defined]
 
     @property
     def config(self) -> Config:

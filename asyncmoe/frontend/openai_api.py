@@ -15,7 +15,6 @@ from http import HTTPStatus
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails
 
 from asyncmoe.errors import RequestError
 from asyncmoe.frontend.generation import Prompt
@@ -98,15 +97,24 @@ class CompletionBody(Body):
         "prompt_logprobs": (None,),
     }
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: Any
 
     def prompts(self) -> list[Prompt]:
         """A string or one list of ids is one prompt."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if not self.prompt:
-            raise RequestError("prompt is an empty list; it must have at least one entry", "prompt")
-        return [self.prompt] if isinstance(self.prompt[0], int) else list(self.prompt)
+        prompt = self.prompt
+        if isinstance(prompt, list) and prompt:
+            kinds = set(map(type, prompt))  # fast for lists that fill the largest body
+            if kinds == {list} and all(set(map(type, ids)) == {int} for ids in prompt):
+                return list(prompt)
+            if kinds == {str}:
+                return list(prompt)
+        if isinstance(prompt, str) or (isinstance(prompt, list) and kinds == {int}):
+            return [prompt]
+        raise RequestError(
+            f"prompt is {prompt!r:.80}; allowed: a string, a list of strings, a list of token ids, "
+            "or a list of lists of token ids, none of the lists empty",
+            "prompt",
+        )
 
     def _lengths(self, extra: dict[str, Any]) -> dict[str, Any]:
         names = ("max_tokens", "logprobs")
@@ -162,27 +170,12 @@ def parse(kind: type[B], body: Any) -> B:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        raise _explained(error.errors()) from None
-
-
-def _explained(errors: list[ErrorDetails]) -> RequestError:
-    """The most specific of the errors; where alternatives are allowed, with all of them."""
-    located = [(_field(each), each) for each in errors]
-    name, first = max(located, key=lambda pair: len(pair[0].split(".")))
-    if first["type"] == "missing":
-        return RequestError(f"{name} is missing", name)
-    allowed = dict.fromkeys(each["msg"] for field, each in located if field == name)
-    says = " or ".join(allowed).replace("Input should be", "should be")
-    return RequestError(f"{name} is {first['input']!r:.80}: {says}", name)
-
-
-def _field(error: ErrorDetails) -> str:
-    return ".".join(str(part) for part in error["loc"] if not _names_a_type(part))
-
-
-def _names_a_type(part: int | str) -> bool:
-    """Whether pydantic put the part into an error's location to name a branch of a union."""
-    return isinstance(part, str) and (part in ("str", "int") or "[" in part)
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        if first["type"] == "missing":
+            raise RequestError(f"{name} is missing", name) from None
+        says = first["msg"].replace("Input should be", "should be", 1)
+        raise RequestError(f"{name} is {first['input']!r:.80}: {says}", name) from None
 
 
 class Choice(Protocol):

@@ -1,0 +1,120 @@
+"""µs of Python per attention step and per expert step, outside the kernels.
+
+Two ranks over TCP, each a process. Rank 0 is the home of all requests and holds half of the experts,
+rank 1 holds the other half. Attention batches of exactly N rows are forced by the batch policy, so
+every attention step builds one parcel for rank 1 and one for itself, and every expert step of rank
+1 takes one parcel of about N rows.
+
+The figure is CPU time of the loop's thread, all of it: schedule, gather columns, route, build and
+post parcels, system calls, receive, the loop itself. An attention step is charged with rank 0's
+whole loop but for what its head and expert batches took; an expert step with rank 1's whole loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from asyncmoe.config import Config
+from asyncmoe.frontend.startup import start_ranks
+from asyncmoe.messages import Admit, Message, Shutdown, Stats, StatsRequest, TokensOut
+from asyncmoe.rank import Rank
+from asyncmoe.sampling import SamplingParams
+from checkpoints import write_config
+
+WARM_TOKENS, TOKENS = 8, 40
+
+
+class FrontEnd:
+    """Counts tokens and keeps the ranks' reports; nothing that would weigh on the loop."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank, self.tokens = rank, 0
+        self.reports: dict[int, dict[str, Any]] = {}
+        rank.on_front_end = self._note
+
+    def _note(self, source: int, message: Message) -> None:
+        if isinstance(message, TokensOut):
+            self.tokens += len(message.tokens)
+        elif isinstance(message, Stats):
+            self.reports[source] = message.values
+
+    async def until(self, tokens: int) -> None:
+        """Wait until `tokens` tokens have come out."""
+        while self.tokens < tokens:
+            await asyncio.sleep(0.02)
+
+    async def report(self) -> dict[int, dict[str, Any]]:
+        """The counters of both ranks, now."""
+        self.reports = {}
+        for rank in range(2):
+            self.rank.send(rank, StatsRequest())
+        while len(self.reports) < 2:
+            await asyncio.sleep(0.001)
+        return self.reports
+
+
+async def measure(model: Path, rows: int) -> dict[str, float]:
+    """Decode `rows` requests in step and attribute the loops' CPU time to steps."""
+    config = Config.model_validate(
+        {
+            "model": {"name": str(model), "load_format": "dummy", "dtype": "float32"},
+            "cluster": {"ranks": 2},
+            "transport": {"name": "tcp"},
+            "batch": {"attention_min_rows": rows, "head_min_rows": rows, "linger_ms": 500},
+            "engine": {"max_requests": rows, "slots": 2048},
+            "log": {"level": "warning"},
+        }
+    )
+    ranks = await start_ranks(config)
+    try:
+        front = FrontEnd(ranks.front)
+        wire = SamplingParams(temperature=0, max_tokens=TOKENS + 8, ignore_eos=True).to_wire()
+        for request_id in range(rows):
+            ranks.front.send(0, Admit(request_id, [request_id % 1000, 1, 2, 3], wire))
+        await front.until(WARM_TOKENS * rows)
+        before = await front.report()
+        await front.until(TOKENS * rows)
+        after = await front.report()
+    finally:
+        ranks.front.send(1, Shutdown("done"))
+        await ranks.front.close()
+        await ranks.close()
+    home, far = ({k: after[r][k] - before[r][k] for k in after[r]} for r in range(2))
+    others_s = sum(
+        home[f"{kind}_{part}_s"] for kind in ("expert", "head") for part in ("prepare", "finish")
+    )
+    return {
+        "attention_us": 1e6 * (home["loop_cpu_s"] - others_s) / home["attention_batches"],
+        "expert_us": 1e6 * far["loop_cpu_s"] / far["expert_batches"],
+        "attention_rows": home["attention_rows"] / home["attention_batches"],
+        "expert_rows": far["expert_rows"] / far["expert_batches"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rows", default="16,64,256")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_config(Path(folder))
+        results = {
+            rows: {k: round(v, 1) for k, v in uvloop.run(measure(model, int(rows))).items()}
+            for rows in arguments.rows.split(",")
+        }
+    if arguments.json:
+        print(json.dumps(results))
+        return
+    for rows, result in results.items():
+        print(f"{rows:>4} rows: {result}")
+
+
+if __name__ == "__main__":
+    main()
