@@ -10,6 +10,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncmoe.tokentable import distinct
+
 NONE = -1
 
 
@@ -28,6 +30,7 @@ class ChunkTable:
         self._earlier = np.full(capacity, NONE, np.int64)
         self._later = np.full(capacity, NONE, np.int64)
         self._parked = np.zeros(capacity, np.bool_)  # complete, but the earlier chunk is not past
+        self._scratch = np.empty(capacity, np.int64)
         self._free = list(range(capacity - 1, -1, -1))
 
     @property
@@ -74,7 +77,8 @@ class ChunkTable:
     def complete(self, chunk_of_row: NDArray[np.int64]) -> NDArray[np.int64]:
         """One row of each given chunk has all its parts; return the chunks that may go on."""
         np.subtract.at(self.missing, chunk_of_row, 1)
-        return self.may_enter(np.unique(chunk_of_row[self.missing[chunk_of_row] == 0]))
+        complete = chunk_of_row[self.missing[chunk_of_row] == 0]
+        return self.may_enter(distinct(complete, self._scratch))
 
     def may_enter(self, chunks: NDArray[np.int64]) -> NDArray[np.int64]:
         """Those of the complete `chunks` that may enter their stage; the others are parked."""
@@ -83,7 +87,8 @@ class ChunkTable:
         if not blocked.any():
             return chunks
         self._parked[chunks[blocked]] = True
-        return chunks[~blocked]
+        free: NDArray[np.int64] = chunks[~blocked]
+        return free
 
     def leave(
         self, chunks: NDArray[np.int64], stage: int, missing: NDArray[np.int64]

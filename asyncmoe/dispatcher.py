@@ -8,6 +8,7 @@ was posted, and is posted at once. So no combine ever stands behind a dispatch t
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 
 import numpy as np
@@ -19,6 +20,7 @@ from asyncmoe.errors import ConfigError, PeerLost
 from asyncmoe.microqueue import row_key
 from asyncmoe.placement import Placement
 from asyncmoe.routing import Route, route
+from asyncmoe.rowcopy import take_rows
 from asyncmoe.stage import StageChain
 from asyncmoe.steps import AttentionResult, ExpertStep
 from asyncmoe.tokentable import TokenTable
@@ -81,7 +83,8 @@ class Dispatcher:
         self._transport, self._per_expert = transport, per_expert
         if limits.parcel_bytes < row_bytes:
             raise ConfigError(
-                f"transport.parcel_bytes = {limits.parcel_bytes}: a row of this model has {row_bytes}"
+                f"transport.parcel_bytes = {limits.parcel_bytes}: a row of this model takes "
+                f"{row_bytes} bytes"
             )
         self._parcel_rows = min(limits.parcel_rows, limits.parcel_bytes // row_bytes)
         self._row_bytes = row_bytes
@@ -135,19 +138,23 @@ class Dispatcher:
 
         Returns the parcels of rows whose home is this rank.
         """
-        sources = np.array([segment.source for segment in step.segments])
-        ends = np.cumsum(step.out_of_segment)
-        starts = np.flatnonzero(np.diff(sources, prepend=-1))
-        local = []
-        for i, first in enumerate(starts.tolist()):
-            last = int(starts[i + 1]) if i + 1 < len(starts) else len(sources)
-            rows = slice(int(ends[first - 1]) if first else 0, int(ends[last - 1]))
+        local, first = [], 0
+        for home, segments in itertools.groupby(step.segments, lambda segment: segment.source):
+            credits = out_rows = 0
+            for segment in segments:
+                credits += segment.parcel.rows
+                out_rows += len(segment.parcel.part) if self._per_expert else segment.parcel.rows
+            rows = slice(first, first + out_rows)
+            first += out_rows
             parcel = Parcel(
-                ParcelClass.COMBINE, step.stage, step.slot[rows], step.epoch[rows],
-                step.part[rows], out[rows],
-                credits=sum(segment.parcel.rows for segment in step.segments[first:last]),
+                ParcelClass.COMBINE,
+                step.stage,
+                step.slot[rows],
+                step.epoch[rows],
+                step.part[rows],
+                out[rows],
+                credits=credits,
             )
-            home = int(sources[first])
             if home == self._rank:
                 local.append(parcel)
             else:
@@ -207,7 +214,7 @@ def _dispatch_parcel(
         payload = hidden
     else:
         slot, epoch = slot[to.rows], epoch[to.rows]
-        payload = hidden.index_select(0, torch.from_numpy(to.rows))
+        payload = take_rows(hidden, to.rows)
     return Parcel(
         ParcelClass.DISPATCH, stage, slot, epoch, to.part, payload, to.fanout, to.expert, to.weight
     )

@@ -24,7 +24,7 @@ from asyncmoe.steps import AttentionStep, ExpertStep, HeadStep
 
 Step = AttentionStep | ExpertStep | HeadStep
 DEPTH = 2
-# A scheduler that waits while the device is idle is asked again after this: no event may be to come.
+# A scheduler that waits while nothing runs is asked again after this: no event may be to come.
 ASK_AGAIN_S = 0.001
 
 

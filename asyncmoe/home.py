@@ -20,6 +20,7 @@ from asyncmoe.errors import ConfigError, RequestError
 from asyncmoe.kvcache import BlockPool
 from asyncmoe.messages import Admit, Ended, Message, TokensOut
 from asyncmoe.microqueue import Queues
+from asyncmoe.rowcopy import take_rows
 from asyncmoe.sampler import BAD_LOGITS, Sampled
 from asyncmoe.sampling import SamplingParams
 from asyncmoe.samplingtable import SamplingTable
@@ -211,9 +212,12 @@ class Home:
         if not len(chunks):
             return
         now_s, stages = self._host.now_s(), self.chunks.stage[chunks]
-        for stage in np.unique(stages).tolist():
-            ready = chunks[stages == stage]
+        while len(chunks):  # mostly once: chunks that become ready together are of one stage
+            stage = int(stages[0])
+            here = stages == stage
+            ready = chunks[here]
             self._queues.put_chunks(stage, ready, self.chunks.rows[ready], now_s)
+            chunks, stages = chunks[~here], stages[~here]
 
     def leave_attention(
         self, step: AttentionStep, result: AttentionResult
@@ -233,7 +237,7 @@ class Home:
             keep = np.flatnonzero(needed)
             slots = slots[keep]
             result = AttentionResult(
-                result.hidden[keep], result.experts[keep], result.weights[keep]
+                take_rows(result.hidden, keep), result.experts[keep], result.weights[keep]
             )
             counts = np.add.reduceat(needed.astype(np.int64), rows.ends - rows.counts)
             chunks, counts = chunks[counts > 0], counts[counts > 0]

@@ -33,20 +33,20 @@ _FILLING, _HELD, _QUARANTINED, _FREE = LeaseState
 class _Block:
     """Memory that is leased again and again."""
 
-    __slots__ = ("generation", "id", "memory", "tensor", "typed")
+    __slots__ = ("generation", "id", "memory", "tensor", "view")
 
     def __init__(self, block_id: int, tensor: torch.Tensor) -> None:
         self.id = block_id
         self.generation = 0
         self.tensor = tensor  # uint8 [capacity]
         self.memory = tensor.numpy().data if tensor.is_cpu else memoryview(b"")  # host memory only
-        self.typed: dict[torch.dtype, torch.Tensor] = {}  # `tensor` viewed as other dtypes
+        self.view = tensor  # as the rows of its last lease
 
 
 class Lease:
     """Ownership of `nbytes` bytes. All methods raise `RuntimeError` in the wrong state."""
 
-    __slots__ = ("_block", "_on_free", "_pool", "generation", "nbytes", "state")
+    __slots__ = ("_block", "_on_free", "_pool", "generation", "id", "nbytes", "state")
 
     def __init__(
         self,
@@ -57,13 +57,8 @@ class Lease:
     ) -> None:
         self._pool, self._block, self._on_free = pool, block, on_free
         self.nbytes = nbytes
-        self.generation = block.generation
+        self.id, self.generation = block.id, block.generation  # together they name this lease
         self.state = _FILLING
-
-    @property
-    def id(self) -> int:
-        """Identity of the buffer; with `generation` it names this lease."""
-        return self._block.id
 
     @property
     def memory(self) -> memoryview:
@@ -75,10 +70,11 @@ class Lease:
         block = self._block
         if not self.nbytes:
             return torch.empty((rows, hidden), dtype=dtype, device=block.tensor.device)
-        typed = block.typed.get(dtype)
-        if typed is None:
-            typed = block.typed[dtype] = block.tensor.view(dtype)
-        return typed.as_strided((rows, hidden), (hidden, 1))
+        view = block.view
+        if view.dtype is not dtype or view.shape != (rows, hidden):
+            # Kept for the next parcel: one like it is likely, and a view costs microseconds.
+            view = block.view = block.tensor.view(dtype).as_strided((rows, hidden), (hidden, 1))
+        return view
 
     def arrived(self) -> None:
         """The payload is visible: filling -> held."""
@@ -103,9 +99,10 @@ class Lease:
                 f"not {source.name}: it cannot become {target.name}"
             )
         self.state = target
-        self._pool._moved(self, source, target)
-        if target is _FREE and self._on_free is not None:
-            self._on_free()
+        if target is _FREE:
+            self._pool._reclaim(self._block, self._on_free is None)
+            if self._on_free is not None:
+                self._on_free()
 
 
 class LeasePool:
@@ -124,7 +121,6 @@ class LeasePool:
         self._allocate = allocate  # size in bytes -> uint8 [size]: pinned or registered memory
         self._idle: dict[int, list[_Block]] = {}
         self._live: dict[int, Lease] = {}
-        self._counts = [0, 0, 0, 0]
         self._blocks = 0
         self.idle_bytes = 0
 
@@ -159,17 +155,17 @@ class LeasePool:
     @property
     def filling(self) -> int:
         """Leases that a transport writes to."""
-        return self._counts[_FILLING]
+        return self._count(_FILLING)
 
     @property
     def held(self) -> int:
         """Leases that the rank reads."""
-        return self._counts[_HELD]
+        return self._count(_HELD)
 
     @property
     def quarantined(self) -> int:
         """Leases whose transfer failed and that are not proven quiet."""
-        return self._counts[_QUARANTINED]
+        return self._count(_QUARANTINED)
 
     @property
     def live(self) -> int:
@@ -182,18 +178,16 @@ class LeasePool:
 
     def _lease(self, lease: Lease) -> Lease:
         self._live[lease.id] = lease
-        self._counts[_FILLING] += 1
         return lease
 
-    def _moved(self, lease: Lease, source: LeaseState, target: LeaseState) -> None:
-        self._counts[source] -= 1
-        if target is not _FREE:
-            self._counts[target] += 1
-            return
-        del self._live[lease.id]
-        block = lease._block
+    def _count(self, state: LeaseState) -> int:
+        return sum(lease.state is state for lease in self._live.values())
+
+    def _reclaim(self, block: _Block, reuse: bool) -> None:
+        """A lease has ended: whoever names it from now on is stale."""
+        del self._live[block.id]
         block.generation += 1
         size = block.tensor.numel()
-        if lease._on_free is None and self.idle_bytes + size <= self._limit_bytes:
+        if reuse and self.idle_bytes + size <= self._limit_bytes:
             self._idle.setdefault(size, []).append(block)
             self.idle_bytes += size

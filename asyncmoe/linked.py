@@ -52,14 +52,14 @@ class Peer:
         message, self._message = self._message, None
         transfer, self._transfer = self._transfer, None
         if message is not None:
-            self._guard(lambda: self._receiver.on_message(self.rank, bytes(message)))
+            self._guard(self._receiver.on_message, self.rank, bytes(message))
         elif transfer is not None:
             self._transport._filled(self, transfer)
 
     def on_lost(self, error: PeerLost) -> None:
         """See `LinkHandler`."""
         self.give_up(error)
-        self._guard(lambda: self._receiver.on_peer_lost(self.rank, error))
+        self._guard(self._receiver.on_peer_lost, self.rank, error)
 
     def give_up(self, error: PeerLost) -> None:
         """End everything that is under way with this peer, whose link is gone."""
@@ -68,15 +68,15 @@ class Peer:
         self.outbound.fail(error)
 
     def _deliver(self, arrival: Arrival) -> None:
-        self._guard(lambda: self._receiver.on_parcel(arrival))
+        self._guard(self._receiver.on_parcel, arrival)
 
-    def _guard(self, call: Callable[[], None]) -> None:
+    def _guard(self, call: Callable[..., None], *arguments: object) -> None:
         """A fault of the receiver is not the peer's: report it and read on.
 
         A `ProtocolError` is the peer's: the receiver found out what the frame alone did not show.
         """
         try:
-            call()
+            call(*arguments)
         except ProtocolError:
             raise
         except Exception as error:

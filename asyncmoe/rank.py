@@ -85,7 +85,7 @@ class Rank:
         self.placement: Placement
         self.kv_blocks_of: dict[int, int]
         self.times = RankTimes()
-        self._no_experts: Exception | None = None  # the loss of a rank without which no row gets far
+        self._no_experts: Exception | None = None  # the loss of a rank that every request needs
         self._closing = False
         self._resources = AsyncExitStack()  # closed in reverse order: executor, transport, device
 

@@ -39,31 +39,28 @@ def route(
         Parts of each row [rows], and the routes in ascending order of rank.
     """
     rows, top_k = experts.shape
-    rank = owner[experts]
-    if per_expert:
-        part = np.broadcast_to(np.arange(top_k, dtype=np.uint8), rank.shape)
-        count = np.full(rows, top_k, np.int64)
-    else:
-        visited = np.zeros((rows, world), np.bool_)
-        visited[np.arange(rows)[:, None], rank] = True
-        number = np.cumsum(visited, axis=1, dtype=np.int64)
-        part = (np.take_along_axis(number, rank.astype(np.int64), axis=1) - 1).astype(np.uint8)
-        count = number[:, -1]
-    flat_rank = rank.ravel()
-    expert, weight, part = experts.astype(np.uint16).ravel(), weights.ravel(), part.ravel()
-    pairs_of = np.bincount(flat_rank, minlength=world)
-    destinations = np.flatnonzero(pairs_of)
-    if len(destinations) == 1:
-        everything, fanout = np.arange(rows), np.full(rows, top_k, np.uint8)
-        return count, [Route(int(destinations[0]), everything, fanout, expert, weight, part)]
-    by_rank = np.argsort(flat_rank, kind="stable")
-    ends = np.cumsum(pairs_of)
+    rank_of_pair = owner[experts].ravel()
+    expert_of_pair, weight_of_pair = experts.astype(np.uint16).ravel(), weights.ravel()
+    pairs_of_rank = np.bincount(rank_of_pair, minlength=world)
+    by_rank = rank_of_pair.argsort(kind="stable")
+    ends = pairs_of_rank.cumsum()
+    parts = np.zeros(rows, np.int64)  # of each row, at the ranks before the present one
     routes = []
-    for destination in destinations.tolist():
-        pairs = by_rank[ends[destination] - pairs_of[destination] : ends[destination]]
-        row_of_pair = pairs // top_k
-        first = np.flatnonzero(np.diff(row_of_pair, prepend=-1))
-        fanout = np.diff(first, append=len(pairs)).astype(np.uint8)
-        columns = expert[pairs], weight[pairs], part[pairs]
-        routes.append(Route(destination, row_of_pair[first], fanout, *columns))
-    return count, routes
+    for rank in pairs_of_rank.nonzero()[0].tolist():
+        pairs = by_rank[ends[rank] - pairs_of_rank[rank] : ends[rank]]
+        fanout_of_row = np.bincount(pairs // top_k, minlength=rows)
+        visiting = fanout_of_row.nonzero()[0]
+        fanout = fanout_of_row[visiting]
+        part = pairs % top_k if per_expert else parts[visiting].repeat(fanout)
+        parts[visiting] += 1
+        routes.append(
+            Route(
+                rank,
+                visiting,
+                fanout.astype(np.uint8),
+                expert_of_pair[pairs],
+                weight_of_pair[pairs],
+                part.astype(np.uint8),
+            )
+        )
+    return np.full(rows, top_k, np.int64) if per_expert else parts, routes

@@ -60,8 +60,8 @@ class Scheduler(ABC):
     def choose(self, view: QueueView) -> int | None:
         """Return the index of the stage to run next, or None to wait for more rows.
 
-        After None it is asked again when rows or results have arrived; if nothing runs, also without
-        either, about a millisecond later.
+        After None it is asked again when rows or results have arrived and, while nothing runs,
+        about once a millisecond.
         """
 
     def executed(self, stage: int, rows: int) -> None:  # noqa: B027 - a hook that few need

@@ -152,7 +152,6 @@ class ExpertStep:
     slot: NDArray[np.uint32]  # [out_rows]
     epoch: NDArray[np.uint32]  # [out_rows]
     part: NDArray[np.uint8]  # [out_rows]
-    out_of_segment: NDArray[np.int64]  # [segments] output rows of each
     row_count: int
     batch: ExpertBatch
     model: Model
@@ -189,26 +188,22 @@ def expert_step(
     )
     rows, pairs = len(slot), len(expert)
     of_expert = local[expert]
-    order = np.argsort(of_expert, kind="stable")
+    order = of_expert.argsort(kind="stable")
     place = np.empty(pairs, np.int64)
     place[order] = np.arange(pairs)
-    row_of_pair = np.repeat(np.arange(rows), fanout)
-    begin = np.cumsum(fanout, dtype=np.int64) - fanout
+    row_of_pair = np.arange(rows).repeat(fanout)
     if per_expert:
         gather = place[:, None]
         slot, epoch = slot[row_of_pair], epoch[row_of_pair]
-        out_of_segment = [len(p.expert) for p in parcels]
     else:
+        begin = fanout.cumsum(dtype=np.int64) - fanout
         gather = np.full((rows, int(fanout.max())), -1, np.int64)
         gather[row_of_pair, np.arange(pairs) - begin[row_of_pair]] = place
         part = part[begin]
-        out_of_segment = [p.rows for p in parcels]
     batch = ExpertBatch(
         row=torch.from_numpy(row_of_pair[order]),
         weight=torch.from_numpy(weight[order]),
         counts=torch.from_numpy(np.bincount(of_expert, minlength=local_experts)),
         gather=torch.from_numpy(gather),
     )
-    return ExpertStep(
-        stage, layer, segments, slot, epoch, part, np.array(out_of_segment), rows, batch, model
-    )
+    return ExpertStep(stage, layer, segments, slot, epoch, part, rows, batch, model)

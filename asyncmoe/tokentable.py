@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncmoe.rowcopy import put_rows, take_rows
+
 MAX_PARTS = 64  # a slot's open parts are the bits of one uint64
 _BIT = np.uint64(1) << np.arange(MAX_PARTS, dtype=np.uint64)
 _ALL = np.concatenate([[np.uint64(0)], np.cumsum(_BIT, dtype=np.uint64)])  # [n]: n lowest bits
@@ -38,6 +40,7 @@ class TokenTable:
         self.residual = torch.zeros(slots, hidden, dtype=dtype, device=device)
         self.parts = torch.zeros(slots * max_parts, hidden, dtype=dtype, device=device)
         self.dropped_rows = 0  # combine rows that were stale, repeated or out of range
+        self._scratch = np.empty(slots, np.int64)
         self._free = np.arange(slots - 1, -1, -1, dtype=np.int64)
         self.free_slots = slots
 
@@ -81,22 +84,33 @@ class TokenTable:
             slot, epoch, part: [rows], from the wire and not trusted.
             payload: [rows, hidden].
         """
-        index = slot.astype(np.int64)
-        good = (index < self.slots) & (part < self.max_parts)
-        index[~good] = 0
-        bit = _BIT[np.where(good, part, 0)]
-        good &= (self.epoch[index] == epoch) & (self.stage[index] == stage)
+        if not len(slot):
+            return np.empty(0, np.int64)
+        if int(slot.max()) >= self.slots or int(part.max()) >= self.max_parts:
+            inside = (slot < self.slots) & (part < self.max_parts)
+            return self._accept_some(inside, stage, slot, epoch, part, payload)
+        index, bit = slot.astype(np.int64), _BIT[part]
+        good = (self.epoch[index] == epoch) & (self.stage[index] == stage)
         good &= (self.open[index] & bit) != 0
         if not good.all():
-            self.dropped_rows += int((~good).sum())
-            keep = np.flatnonzero(good)
-            index, bit, part = index[keep], bit[keep], part[keep]
-            payload = payload[torch.from_numpy(keep)]
-            if not len(keep):
-                return index
-        self.parts.index_copy_(0, torch.from_numpy(index * self.max_parts + part), payload)
+            return self._accept_some(good, stage, slot, epoch, part, payload)
+        put_rows(self.parts, index * self.max_parts + part, payload)
         np.bitwise_and.at(self.open, index, ~bit)
-        return np.unique(index[self.open[index] == 0])
+        return distinct(index[self.open[index] == 0], self._scratch)
+
+    def _accept_some(
+        self,
+        good: NDArray[np.bool_],
+        stage: int,
+        slot: NDArray[np.uint32],
+        epoch: NDArray[np.uint32],
+        part: NDArray[np.uint8],
+        payload: torch.Tensor,
+    ) -> NDArray[np.int64]:
+        keep = good.nonzero()[0]
+        self.dropped_rows += len(good) - len(keep)
+        rows = take_rows(payload, keep)
+        return self.accept(stage, slot[keep], epoch[keep], part[keep], rows)
 
     def merge(self, slots: torch.Tensor, part_count: NDArray[np.int64]) -> torch.Tensor:
         """Residual plus parts, summed in part order in float32: [rows, hidden], model dtype.
@@ -114,3 +128,14 @@ class TokenTable:
                 rows = rows.masked_fill(absent, 0)
             total += rows
         return total.to(self.residual.dtype)
+
+
+def distinct(indices: NDArray[np.int64], scratch: NDArray[np.int64]) -> NDArray[np.int64]:
+    """`indices` without repeats, in no particular order; `scratch` is as long as they reach.
+
+    Unlike np.unique it does not sort, and costs a few microseconds.
+    """
+    place = np.arange(len(indices))
+    scratch[indices] = place
+    once: NDArray[np.int64] = indices[scratch[indices] == place]
+    return once

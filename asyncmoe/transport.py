@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncmoe.rowcopy import take_rows
+
 
 class ParcelClass(IntEnum):
     """Which way a parcel goes. Dispatch needs credits, combine never does."""
@@ -68,7 +70,7 @@ class Parcel:
         pairs = np.repeat(keep, self.fanout)
         return Parcel(
             self.kind, self.stage, self.slot[rows], self.epoch[rows], self.part[pairs],
-            self.payload[torch.from_numpy(rows)], self.fanout[rows], self.expert[pairs],
+            take_rows(self.payload, rows), self.fanout[rows], self.expert[pairs],
             self.weight[pairs],
         )
 

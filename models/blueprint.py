@@ -175,6 +175,20 @@ def read_common(
     )
 
 
+def read_window(config: ConfigReader, layers: int, default: int | None = None) -> int | None:
+    """`sliding_window` of all layers, None if there is none. Raises `ConfigError`.
+
+    These families apply a window to all layers or to none, so that `layer_types` must agree, and
+    `max_window_layers`, which their configs carry along, has no effect in `transformers` either.
+    """
+    window = default
+    if config.has("sliding_window"):
+        window = config.integer("sliding_window")
+    kind = "full_attention" if window is None else "sliding_attention"
+    config.layer_types(layers, kind)
+    return window
+
+
 def require_moe_layers(moe_layers: tuple[int, ...]) -> tuple[int, ...]:
     """The layers, if there are any: a model without MoE layers has no stages to place."""
     if not moe_layers:

@@ -82,6 +82,14 @@ class ConfigReader:
             raise self.fail(key, f"a list of layers from 0 to {layers - 1}")
         return tuple(value)
 
+    def layer_types(self, layers: int, kind: str) -> None:
+        """Refuse `layer_types` that do not say `kind` for every layer."""
+        value = self.config.get("layer_types")
+        if value is not None and (not isinstance(value, list) or len(value) != layers):
+            raise self.fail("layer_types", f"a list of {layers}")
+        if any(given != kind for given in value or ()):
+            raise self.fail("layer_types", f"{kind} for every layer")
+
     def token_ids(self, key: str) -> tuple[int, ...]:
         """One token id or a list of them; default none."""
         value = self.config.get(key)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncmoe.models.blueprint import Blueprint, ExpertNames, read_common
+from asyncmoe.models.blueprint import Blueprint, ExpertNames, read_common, read_window
 from asyncmoe.models.decoder import Decoder
 from asyncmoe.models.hfconfig import ConfigReader
 
@@ -25,6 +25,6 @@ class Mixtral(Decoder):
             dense_width=width,
             renormalise=True,
             cast_weights=False,
-            window=config.integer("sliding_window") if config.has("sliding_window") else None,
+            window=read_window(config, common.layers),
             names=ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
         )

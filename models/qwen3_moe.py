@@ -22,9 +22,8 @@ class Qwen3Moe(Decoder):
             for layer in range(common.layers)
             if layer not in dense and (layer + 1) % step == 0
         )
-        window = None
-        if config.flag("use_sliding_window", False):
-            window = config.integer("sliding_window", default=4096)
+        if not config.flag("use_sliding_window", False):
+            config = config.without("sliding_window")
         return Blueprint(
             **vars(common),
             moe_layers=require_moe_layers(moe_layers),

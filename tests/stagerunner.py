@@ -92,7 +92,7 @@ class StageRunner:
     ) -> list[Tensor]:
         """Logits [tokens, vocab] of each sequence, all in the same batches.
 
-        Sequence i runs `prompts[i]` tokens as prefill in chunks of `chunks[i]`, the rest one by one.
+        Sequence i runs `prompts[i]` tokens as prefill, `chunks[i]` at a time, the rest one by one.
         """
         requests = [Request(row) for row in range(len(sequences))]
         logits: list[list[Tensor]] = [[] for _ in sequences]

@@ -21,6 +21,7 @@ from asyncmoe.sampling import SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.servedmodel import make_served_checkpoint
 
+COMMAND = [sys.executable, "-m", "asyncmoe.cli.main"]
 FLAGS = ["--ranks", "1", "--threads", "1", "--ignore-eos"]
 
 
@@ -129,9 +130,7 @@ def test_two_ranks_print_what_one_does(served: Path, capsys: pytest.CaptureFixtu
     one = json.loads(capsys.readouterr().out)
     done = subprocess.run(
         [
-            sys.executable,
-            "-m",
-            "asyncmoe.cli.main",
+            *COMMAND,
             "generate",
             "--model",
             str(served),
@@ -141,7 +140,7 @@ def test_two_ranks_print_what_one_does(served: Path, capsys: pytest.CaptureFixtu
             "2",
             "--scheduler",
             "mtfs",
-        ],  # fmt: skip
+        ],
         capture_output=True,
         text=True,
         timeout=90,
@@ -155,9 +154,7 @@ def test_two_ranks_print_what_one_does(served: Path, capsys: pytest.CaptureFixtu
 def test_an_interrupt_ends_generate_with_nothing_left(served: Path) -> None:
     process = subprocess.Popen(
         [
-            sys.executable,
-            "-m",
-            "asyncmoe.cli.main",
+            *COMMAND,
             "generate",
             "--model",
             str(served),
@@ -166,7 +163,7 @@ def test_an_interrupt_ends_generate_with_nothing_left(served: Path) -> None:
             "x",
             "--max-tokens",
             "500",
-        ],  # fmt: skip
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
@@ -193,18 +190,7 @@ def test_serve_on_a_port_in_use_is_one_clear_error(
 
 def test_the_demo_shows_an_answer_a_rate_and_where_the_time_went(served: Path) -> None:
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "asyncmoe.cli.main",
-            "demo",
-            "--model",
-            str(served),
-            "--max-tokens",
-            "12",
-            "--threads",
-            "1",
-        ],  # fmt: skip
+        [*COMMAND, "demo", "--model", str(served), "--max-tokens", "12", "--threads", "1"],
         capture_output=True,
         text=True,
         timeout=90,

@@ -45,7 +45,7 @@ SWITCHES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {"num_hidden_layers": 5, "mlp_only_layers": [1, 2, 4]}),
     ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
     ("qwen3_moe", {"sliding_window": 5, "head_dim": 24}),
-    ("qwen3_moe", {"rope_parameters": YARN, "moe_intermediate_size": 50}),
+    ("qwen3_moe", {"rope_parameters": YARN}),
 ]
 
 
@@ -137,10 +137,10 @@ def test_packed_and_plain_weights_give_the_same_tokens(
 
 def test_rows_do_not_depend_on_their_batch() -> None:
     path = cached_checkpoint("qwen3_moe")
-    ids = sequences(30, 90, 3, 17)
+    ids = sequences(30, 50, 3, 17)
     alone = [make_runner(path).play([tokens], [7], [9])[0] for tokens in ids]
 
-    together = make_runner(path).play(ids, [5, 16, 3, 2], [20, 64, 1, 9])
+    together = make_runner(path).play(ids, [5, 16, 3, 2], [20, 40, 1, 9])
 
     for one, other in zip(together, alone, strict=True):
         assert relative(one, other) < 1e-5
@@ -148,7 +148,9 @@ def test_rows_do_not_depend_on_their_batch() -> None:
 
 def test_dynamic_rope_beyond_the_trained_positions_follows_the_length(tmp_path: Any) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    path = make_checkpoint(tmp_path, "mixtral", rope_parameters=rope, max_position_embeddings=16)
+    path = make_checkpoint(
+        tmp_path, "mixtral", rope_parameters=rope, max_position_embeddings=16, head_dim=16
+    )
     ids = sequences(28, 10)
     runner = make_runner(path)
     assert runner.home.spec.context == 32

@@ -18,7 +18,7 @@ from asyncmoe.sampler import Sampled, best_ids, sample, uniforms
 from asyncmoe.sampling import SamplingParams
 from asyncmoe.samplingtable import GO_ON, LENGTH, STOP, SamplingTable
 
-VOCAB = 300  # more than one block of the cumulative sum, and not a multiple of it
+VOCAB = 700  # several blocks of the cumulative sum, and not a multiple of them
 EOS = 7
 GREEDY = SamplingParams(temperature=0)
 torch.set_num_threads(1)
@@ -197,13 +197,14 @@ def test_uniforms_are_uniform_over_seeds_and_over_steps() -> None:
     assert abs(np.corrcoef(over_seeds, over_steps)[0, 1]) < 0.03
 
 
+@pytest.mark.parametrize("edge", [0, 5])
 def test_extreme_uniforms_choose_tokens_that_have_probability(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, edge: int
 ) -> None:
     logits = make_logits(4)
-    logits[:, :5] = -math.inf
-    logits[:, -5:] = -math.inf
-    for u, expected in ((0.0, 5), (1 - 2**-53, VOCAB - 6)):
+    logits[:, :edge] = -math.inf
+    logits[:, VOCAB - edge :] = -math.inf
+    for u, expected in ((0.0, edge), (1 - 2**-53, VOCAB - edge - 1)):
         monkeypatch.setattr("asyncmoe.sampler.uniforms", lambda seed, _, u=u: np.full(len(seed), u))
         tokens = sample_all(logits, *[SamplingParams(temperature=100.0, seed=1)] * 4).tokens
         assert tokens.tolist() == [expected] * 4
@@ -266,11 +267,11 @@ def test_tokens_do_not_depend_on_the_batch_or_its_order() -> None:
 
 
 def test_rows_beyond_one_chunk_are_sampled_as_if_alone() -> None:
-    rows = 1500  # of 300 tokens: two chunks
+    rows = 800  # of 700 tokens: three chunks
     logits = make_logits(rows)
     requests = [SamplingParams(seed=seed, top_p=0.9) for seed in range(rows)]
     tokens = sample_all(logits, *requests).tokens
-    for row in (0, 870, 873, 874, rows - 1):
+    for row in (0, 373, 374, 375, rows - 1):
         assert sample_all(logits[row : row + 1], requests[row]).tokens[0] == tokens[row]
 
 
@@ -334,6 +335,7 @@ def test_sampling_leaves_the_logits_as_they_were() -> None:
     st.lists(st.integers(0, 40), max_size=12),
     st.lists(st.integers(0, 40), min_size=1, max_size=60),
     st.dictionaries(st.integers(0, 40), st.floats(-5, 5), max_size=4),
+    st.sampled_from([-8.0, 0.0, 8.0]),
 )
 def test_edited_logits_are_those_of_the_definition(
     repetition: float,
@@ -342,6 +344,7 @@ def test_edited_logits_are_those_of_the_definition(
     prompt: list[int],
     output: list[int],
     bias: dict[int, float],
+    shift: float,
 ) -> None:
     params = SamplingParams(
         temperature=0,
@@ -354,7 +357,8 @@ def test_edited_logits_are_those_of_the_definition(
     table.set(2, params, prompt, 1000)
     for token in output:
         table.append(np.array([2]), np.array([token]))
-    logits = make_logits(1)
+    logits = make_logits(1) + shift
+    logits[0, 41:] = -1000.0  # the tokens that are edited win
     expected = logits[0].double().numpy()
     for token, amount in bias.items():
         expected[token] += amount
@@ -365,6 +369,13 @@ def test_edited_logits_are_those_of_the_definition(
         expected[token] -= presence + frequency * output.count(token)
     token = int(sample(logits, table.batch(np.array([2]))).tokens[0])
     assert expected[token] >= expected.max() - 1e-4
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 30}, {"top_p": 0.9}])
+def test_edits_reach_rows_that_are_sampled(filters: dict[str, Any]) -> None:
+    params = [SamplingParams(seed=i, logit_bias={11 + i: 100.0}, **filters) for i in range(3)]
+    sampled = sample_all(make_logits(4), GREEDY, *params)
+    assert sampled.tokens[1:].tolist() == [11, 12, 13]
 
 
 def test_presence_and_frequency_do_not_look_at_the_prompt() -> None:
@@ -418,7 +429,8 @@ def test_a_row_that_is_set_anew_remembers_nothing() -> None:
     row = np.array([0])
     table.append(row, np.array([5]))
     table.clear(0)
-    table.set(0, GREEDY, [1], 1000)
+    assert not table._edits
+    table.set(0, SamplingParams(temperature=0, max_tokens=2), [1], 1000)
     batch = table.batch(row)
     assert (batch.draws, batch.edits, batch.logprob_rows) == (None, None, None)
     table.append(row, np.array([5]))

@@ -51,7 +51,8 @@ class CpuDevice(Device):
             while (item := self._queue.get()) is not None:
                 work, future = item
                 begin_s = time.perf_counter()
-                result, failure = None, None
+                result = None
+                failure: BaseException | None = None
                 try:
                     result = work()
                 except StopIteration as error:  # a future refuses it

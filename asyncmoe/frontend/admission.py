@@ -6,6 +6,7 @@ It needs no message for that, and it is right at the moment it is asked.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -87,7 +88,7 @@ class Admission:
         for token in prompt:  # at the end, when their number is known to be bounded
             if not isinstance(token, int) or not 0 <= token < self.vocab:
                 raise RequestError(
-                    f"prompt token id {token!r:.80} is not in the vocabulary: 0 to "
+                    f"prompt token id {reprlib.repr(token)} is not in the vocabulary: 0 to "
                     f"{self.vocab - 1}",
                     "prompt",
                 )

@@ -42,8 +42,9 @@ class LLM:
 
         `ranks` is 1 by default. `settings` are config keys: dotted (`**{"kv.blocks": 512}`), or by
         their last part where that is unique (`prefill_chunk=64`), or by the short name of their
-        flag (`dtype`, `scheduler`, `transport`, `threads`). Raises `ConfigError`, `CheckpointError`,
-        `RankFailed`.
+        flag (`dtype`, `scheduler`, `transport`, `threads`).
+
+        Raises `ConfigError`, `CheckpointError`, `RankFailed`.
         """
         overrides = {"model.name": model, "cluster.ranks": ranks, **_by_path(settings)}
         config = configfile.load(overrides=overrides)

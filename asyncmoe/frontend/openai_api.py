@@ -7,6 +7,7 @@ fields that this server cannot honour are refused when they are set.
 
 from __future__ import annotations
 
+import reprlib
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -64,7 +65,9 @@ class Body(BaseModel):
         extra = self.model_extra or {}
         for name, harmless in self.UNSUPPORTED.items():
             if extra.get(name) not in harmless:
-                raise RequestError(f"{name} is {extra[name]!r:.80}; it is not supported", name)
+                raise RequestError(
+                    f"{name} is {reprlib.repr(extra[name])}; it is not supported", name
+                )
         given = {name: extra[name] for name in _SAMPLING if extra.get(name) is not None}
         return SamplingParams(**{**defaults, **given, **self._lengths(extra)})
 
@@ -102,17 +105,19 @@ class CompletionBody(Body):
     def prompts(self) -> list[Prompt]:
         """A string or one list of ids is one prompt."""
         prompt = self.prompt
-        if isinstance(prompt, list) and prompt:
-            kinds = set(map(type, prompt))  # fast for lists that fill the largest body
-            if kinds == {list} and all(set(map(type, ids)) == {int} for ids in prompt):
-                return list(prompt)
-            if kinds == {str}:
-                return list(prompt)
-        if isinstance(prompt, str) or (isinstance(prompt, list) and kinds == {int}):
+        if isinstance(prompt, str):
             return [prompt]
+        # The set of types is fast to have, even for the longest list that a body can hold.
+        kinds = set(map(type, prompt)) if isinstance(prompt, list) else set()
+        if kinds == {int}:
+            return [prompt]
+        if kinds in ({str}, {list}) and len(prompt) > CHOICES:
+            raise RequestError(f"{len(prompt)} prompts; allowed: {CHOICES}", "prompt")
+        if kinds == {str} or (kinds == {list} and all(set(map(type, p)) == {int} for p in prompt)):
+            return list(prompt)
         raise RequestError(
-            f"prompt is {prompt!r:.80}; allowed: a string, a list of strings, a list of token ids, "
-            "or a list of lists of token ids, none of the lists empty",
+            f"prompt is {reprlib.repr(prompt)}; allowed: a string, a list of strings, a list of "
+            "token ids, or a list of lists of token ids, none of the lists empty",
             "prompt",
         )
 
@@ -175,7 +180,7 @@ def parse(kind: type[B], body: Any) -> B:
         if first["type"] == "missing":
             raise RequestError(f"{name} is missing", name) from None
         says = first["msg"].replace("Input should be", "should be", 1)
-        raise RequestError(f"{name} is {first['input']!r:.80}: {says}", name) from None
+        raise RequestError(f"{name} is {reprlib.repr(first['input'])}: {says}", name) from None
 
 
 class Choice(Protocol):
