@@ -15,7 +15,7 @@ from aiohttp import web
 
 from asyncmoe.config import Config, ServerConfig
 from asyncmoe.errors import ConfigError, RequestError, RequestFailed
-from asyncmoe.frontend.admission import Overloaded
+from asyncmoe.frontend.admission import Overloaded, Unavailable
 from asyncmoe.frontend.engine import AsyncEngine
 from asyncmoe.frontend.events import EventWriter
 from asyncmoe.frontend.generation import Generation
@@ -132,7 +132,7 @@ class Server:
     async def _health(self, request: web.Request) -> web.Response:
         if not self.engine.lost:
             return _json({"status": "ok", "requests": self.engine.running})
-        lost = {str(rank): str(error) for rank, error in self.engine.lost.items()}
+        lost = {str(rank): reason for rank, reason in self.engine.lost.items()}
         return _json({"status": "ranks are lost", "lost": lost}, HTTPStatus.SERVICE_UNAVAILABLE)
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -298,7 +298,7 @@ def _status(error: RequestError | RequestFailed) -> tuple[HTTPStatus, str | None
             return HTTPStatus.BAD_REQUEST, error.parameter
         case Overloaded():
             return HTTPStatus.TOO_MANY_REQUESTS, None
-        case ServerStopping():
+        case ServerStopping() | Unavailable():
             return HTTPStatus.SERVICE_UNAVAILABLE, None
         case _:
             return HTTPStatus.INTERNAL_SERVER_ERROR, None

@@ -20,7 +20,6 @@ from asyncmoe.errors import ConfigError, PeerLost
 from asyncmoe.microqueue import row_key
 from asyncmoe.placement import Placement
 from asyncmoe.routing import Route, route
-from asyncmoe.rowcopy import take_rows
 from asyncmoe.stage import StageChain
 from asyncmoe.steps import AttentionResult, ExpertStep
 from asyncmoe.tokentable import TokenTable
@@ -188,8 +187,12 @@ class Dispatcher:
             last = min(first + self._parcel_rows, parcel.rows)
             rows = slice(first, last)
             piece = Parcel(
-                parcel.kind, parcel.stage, parcel.slot[rows], parcel.epoch[rows],
-                parcel.part[rows], parcel.payload[rows],
+                parcel.kind,
+                parcel.stage,
+                parcel.slot[rows],
+                parcel.epoch[rows],
+                parcel.part[rows],
+                parcel.payload[rows],
                 credits=parcel.credits if last == parcel.rows else 0,
             )
             self._post(home, piece)
@@ -214,7 +217,7 @@ def _dispatch_parcel(
         payload = hidden
     else:
         slot, epoch = slot[to.rows], epoch[to.rows]
-        payload = take_rows(hidden, to.rows)
+        payload = hidden.index_select(0, torch.from_numpy(to.rows))
     return Parcel(
         ParcelClass.DISPATCH, stage, slot, epoch, to.part, payload, to.fanout, to.expert, to.weight
     )

@@ -1,4 +1,4 @@
-"""Every error that asyncmoe raises on purpose. Each names the thing, the value and what is allowed."""
+"""Errors that asyncmoe raises on purpose; each names the thing, the value and what is allowed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ConfigError(AsyncMoeError):
 
 
 class UnknownName(ConfigError):
-    """A name (architecture, scheduler, transport, config key …) that nothing is registered under."""
+    """A name (architecture, scheduler, config key …) that nothing is registered under."""
 
     def __init__(self, what: str, name: str, known: Iterable[str]) -> None:
         self.what, self.name, self.known = what, name, sorted(known)

@@ -86,7 +86,7 @@ class Executor:
         self._closed = False
 
     def notify(self) -> None:
-        """Rows became ready. Coalesced: all that arrives in one turn of the loop is seen at once."""
+        """Rows became ready. Coalesced: what arrives in one turn of the loop is seen at once."""
         if not self._scheduled and not self._closed:
             self._scheduled = True
             self._loop.call_soon(self._pump)
@@ -135,8 +135,12 @@ class Executor:
             return None
         stage = self._scheduler.choose(
             QueueView(
-                queues.rows, runnable, queues.oldest_decision, queues.oldest_s,
-                queues.decision, now_s,
+                queues.rows,
+                runnable,
+                queues.oldest_decision,
+                queues.oldest_s,
+                queues.decision,
+                now_s,
             )
         )
         if stage is None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from asyncmoe.chunks import NONE, ChunkTable
@@ -20,7 +21,6 @@ from asyncmoe.errors import ConfigError, RequestError
 from asyncmoe.kvcache import BlockPool
 from asyncmoe.messages import Admit, Ended, Message, TokensOut
 from asyncmoe.microqueue import Queues
-from asyncmoe.rowcopy import take_rows
 from asyncmoe.sampler import BAD_LOGITS, Sampled
 from asyncmoe.sampling import SamplingParams
 from asyncmoe.samplingtable import SamplingTable
@@ -28,6 +28,7 @@ from asyncmoe.stage import StageChain
 from asyncmoe.steps import AttentionResult, AttentionStep, HeadStep, Rows
 from asyncmoe.tokentable import TokenTable
 from asyncmoe.transport import Parcel
+
 
 class Host(Protocol):
     """What a home needs of its rank."""
@@ -150,7 +151,7 @@ class Home:
                 "prompt",
             )
         if len(self._waiting) >= self._config.queue_requests:
-            raise RequestError(f"{len(self._waiting)} requests are waiting already; try again later")
+            raise RequestError(f"{len(self._waiting)} requests wait already; try again later")
         return Request(message.request_id, prompt, params, limit, blocks)
 
     def pump(self) -> None:
@@ -236,9 +237,8 @@ class Home:
         if not needed.all():
             keep = np.flatnonzero(needed)
             slots = slots[keep]
-            result = AttentionResult(
-                take_rows(result.hidden, keep), result.experts[keep], result.weights[keep]
-            )
+            hidden = result.hidden.index_select(0, torch.from_numpy(keep))
+            result = AttentionResult(hidden, result.experts[keep], result.weights[keep])
             counts = np.add.reduceat(needed.astype(np.int64), rows.ends - rows.counts)
             chunks, counts = chunks[counts > 0], counts[counts > 0]
         self._enqueue(self.chunks.leave(chunks, step.stage + 2, counts))

@@ -68,7 +68,7 @@ class LoadPlan:
 
 @dataclass(slots=True)
 class RowBatch:
-    """The rows of one attention or head batch, grouped into segments (a request's consecutive rows).
+    """The rows of one attention or head batch, in segments (consecutive rows of one request).
 
     Rows [0, decode_rows) are segments of one row each (decode steps); the rest are prefill chunks.
     A row at position p attends to positions 0 … p of its own request; the K/V of all its earlier
@@ -99,7 +99,7 @@ class ExpertBatch:
 class Routed:
     """What an attention stage gives."""
 
-    residual: Tensor  # [rows, hidden], model dtype: what the parts are added to (with shared experts)
+    residual: Tensor  # [rows, hidden], model dtype: what parts are added to (with shared experts)
     hidden: Tensor  # [rows, hidden], model dtype: normed input of the experts
     experts: Tensor  # int64 [rows, top_k]: global expert ids
     weights: Tensor  # float32 [rows, top_k]
@@ -128,8 +128,14 @@ class Model(ABC):
 
     @classmethod
     @abstractmethod
-    def load(cls, config: Mapping[str, Any], spec: ModelSpec, source: WeightSource,
-             plan: LoadPlan, device: torch.device) -> Model:
+    def load(
+        cls,
+        config: Mapping[str, Any],
+        spec: ModelSpec,
+        source: WeightSource,
+        plan: LoadPlan,
+        device: torch.device,
+    ) -> Model:
         """Build the model from what `plan` asks of `source`; nothing else is read.
 
         Raises `CheckpointError` for a missing parameter or a wrong shape.

@@ -143,8 +143,14 @@ class Rank:
         )
         self.transport = self._make_transport(limits)
         self._dispatcher = Dispatcher(
-            self.rank, self.placement, self.chain, self.transport, limits,
-            spec.hidden * spec.dtype.itemsize, config.transport.window_rows, per_expert,
+            self.rank,
+            self.placement,
+            self.chain,
+            self.transport,
+            limits,
+            spec.hidden * spec.dtype.itemsize,
+            config.transport.window_rows,
+            per_expert,
         )
         scheduler = make_scheduler(config.scheduler, SchedulerContext(self.chain, fanout=1.0))
         policy = BatchPolicy(config.batch, self.chain)
@@ -154,8 +160,16 @@ class Rank:
             self.placement.owner == self.rank, self.placement.local.astype(np.int64), -1
         )
         self._receptor = Receptor(
-            self.rank, self.chain, self._local, spec.dtype, self.queues, self._dispatcher,
-            self.home, self.executor.notify, self._loop.time, self.times,
+            self.rank,
+            self.chain,
+            self._local,
+            spec.dtype,
+            self.queues,
+            self._dispatcher,
+            self.home,
+            self.executor.notify,
+            self._loop.time,
+            self.times,
         )
 
     def _make_transport(self, limits: Limits) -> Transport:
@@ -190,11 +204,15 @@ class Rank:
             rows = min(rows, config.batch.head_max_rows)
         return Home(
             config.engine.model_copy(update={"prefill_chunk": rows}),
-            spec.context, spec.vocab, self.chain,
+            spec.context,
+            spec.vocab,
+            self.chain,
             TokenTable(config.engine.slots, max(1, parts), spec.hidden, spec.dtype, device),
             BlockPool(blocks, config.kv.block_tokens, requests, spec.context),
             SamplingTable(requests, spec.vocab, spec.eos_ids),
-            self.queues, not self.model.has_finish, self,
+            self.queues,
+            not self.model.has_finish,
+            self,
         )
 
     async def close(self) -> None:
@@ -349,8 +367,12 @@ class Rank:
         kind, layer = self.chain.kind(stage), self.chain.layer(stage)
         if kind is Kind.EXPERT:
             return expert_step(
-                self.model, stage, layer, self.queues.take_rows(stage, max_rows),
-                self._local[layer], len(self.placement.local_experts(self.rank, layer)),
+                self.model,
+                stage,
+                layer,
+                self.queues.take_rows(stage, max_rows),
+                self._local[layer],
+                len(self.placement.local_experts(self.rank, layer)),
                 self.config.engine.combine == "per_expert",
             )
         assert self.home is not None
@@ -362,8 +384,14 @@ class Rank:
         sampled = np.flatnonzero(self.home.chunks.samples[rows.chunks])
         requests = self.home.chunks.request[rows.chunks[sampled]]
         return HeadStep(
-            stage, rows, table.token[rows.slots], sampled, self.home.sampling.batch(requests),
-            self.model, table, self._cache,
+            stage,
+            rows,
+            table.token[rows.slots],
+            sampled,
+            self.home.sampling.batch(requests),
+            self.model,
+            table,
+            self._cache,
         )
 
     def finish(self, step: Step, result: Any) -> None:

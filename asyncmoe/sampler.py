@@ -235,12 +235,14 @@ def best_ids(x: Float32s, k: int) -> Int64s:
     """Ids, ascending, of the k largest of x [vocab] and of all equal to the least of them."""
     groups = len(x) // _GROUP
     if k * 2 > groups:
-        return np.flatnonzero(x >= np.partition(x, len(x) - k)[len(x) - k])
+        every: Int64s = np.flatnonzero(x >= np.partition(x, len(x) - k)[len(x) - k])
+        return every
     # The k-th largest of the maxima of groups is a bound that at least k reach, and few more.
     maxima = x[: groups * _GROUP].reshape(_GROUP, groups).max(0)
     ids: Int64s = np.flatnonzero(x >= np.partition(maxima, groups - k)[groups - k])
     values = x[ids]
-    return ids[values >= np.partition(values, len(ids) - k)[len(ids) - k]]
+    ids = ids[values >= np.partition(values, len(ids) - k)[len(ids) - k]]
+    return ids
 
 
 def _nucleus_floor(p: Float32s, floor: np.float32, top_p: float) -> np.float32:

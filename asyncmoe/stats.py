@@ -30,7 +30,8 @@ class RankTimes:
     def values(self) -> dict[str, Any]:
         """As plain numbers by name."""
         out: dict[str, Any] = {
-            "receive_s": self.receive_s, "received_parcels": self.received_parcels
+            "receive_s": self.receive_s,
+            "received_parcels": self.received_parcels,
         }
         for kind, times in self.kinds.items():
             for name in KindTimes.__slots__:

@@ -68,9 +68,7 @@ def gather_rows(home: Home, chunks: NDArray[np.int64]) -> Rows:
         request=torch.from_numpy(request),
         block_tokens=pool.block_tokens,
     )
-    return Rows(
-        chunks, counts, slots, table.epoch[slots], table.part_count[slots], ends, batch
-    )
+    return Rows(chunks, counts, slots, table.epoch[slots], table.part_count[slots], ends, batch)
 
 
 @dataclass(slots=True)

@@ -11,8 +11,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncmoe.rowcopy import put_rows, take_rows
-
 MAX_PARTS = 64  # a slot's open parts are the bits of one uint64
 _BIT = np.uint64(1) << np.arange(MAX_PARTS, dtype=np.uint64)
 _ALL = np.concatenate([[np.uint64(0)], np.cumsum(_BIT, dtype=np.uint64)])  # [n]: n lowest bits
@@ -94,7 +92,7 @@ class TokenTable:
         good &= (self.open[index] & bit) != 0
         if not good.all():
             return self._accept_some(good, stage, slot, epoch, part, payload)
-        put_rows(self.parts, index * self.max_parts + part, payload)
+        self.parts.index_copy_(0, torch.from_numpy(index * self.max_parts + part), payload)
         np.bitwise_and.at(self.open, index, ~bit)
         return distinct(index[self.open[index] == 0], self._scratch)
 
@@ -109,7 +107,7 @@ class TokenTable:
     ) -> NDArray[np.int64]:
         keep = good.nonzero()[0]
         self.dropped_rows += len(good) - len(keep)
-        rows = take_rows(payload, keep)
+        rows = payload.index_select(0, torch.from_numpy(keep))
         return self.accept(stage, slot[keep], epoch[keep], part[keep], rows)
 
     def merge(self, slots: torch.Tensor, part_count: NDArray[np.int64]) -> torch.Tensor:

@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncmoe.rowcopy import take_rows
-
 
 class ParcelClass(IntEnum):
     """Which way a parcel goes. Dispatch needs credits, combine never does."""
@@ -59,8 +57,15 @@ class Parcel:
         pairs = slice(begin, int(ends[last - 1]) if last else 0)
         rows = slice(first, last)
         return Parcel(
-            self.kind, self.stage, self.slot[rows], self.epoch[rows], self.part[pairs],
-            self.payload[rows], self.fanout[rows], self.expert[pairs], self.weight[pairs],
+            self.kind,
+            self.stage,
+            self.slot[rows],
+            self.epoch[rows],
+            self.part[pairs],
+            self.payload[rows],
+            self.fanout[rows],
+            self.expert[pairs],
+            self.weight[pairs],
         )
 
     def select(self, rows: NDArray[np.int64]) -> Parcel:
@@ -69,8 +74,14 @@ class Parcel:
         keep[rows] = True
         pairs = np.repeat(keep, self.fanout)
         return Parcel(
-            self.kind, self.stage, self.slot[rows], self.epoch[rows], self.part[pairs],
-            take_rows(self.payload, rows), self.fanout[rows], self.expert[pairs],
+            self.kind,
+            self.stage,
+            self.slot[rows],
+            self.epoch[rows],
+            self.part[pairs],
+            self.payload.index_select(0, torch.from_numpy(rows)),
+            self.fanout[rows],
+            self.expert[pairs],
             self.weight[pairs],
         )
 

@@ -37,26 +37,32 @@ class FrontEnd:
     def __init__(self, rank: Rank) -> None:
         self.rank, self.tokens = rank, 0
         self.reports: dict[int, dict[str, Any]] = {}
+        self._goal: tuple[int, asyncio.Event] | None = None
+        self._reported = asyncio.Event()
         rank.on_front_end = self._note
 
     def _note(self, source: int, message: Message) -> None:
         if isinstance(message, TokensOut):
             self.tokens += len(message.tokens)
+            if self._goal is not None and self.tokens >= self._goal[0]:
+                self._goal[1].set()
         elif isinstance(message, Stats):
             self.reports[source] = message.values
+            if len(self.reports) == 2:
+                self._reported.set()
 
     async def until(self, tokens: int) -> None:
         """Wait until `tokens` tokens have come out."""
-        while self.tokens < tokens:
-            await asyncio.sleep(0.02)
+        self._goal = tokens, asyncio.Event()
+        await self._goal[1].wait()
 
     async def report(self) -> dict[int, dict[str, Any]]:
         """The counters of both ranks, now."""
         self.reports = {}
+        self._reported.clear()
         for rank in range(2):
             self.rank.send(rank, StatsRequest())
-        while len(self.reports) < 2:
-            await asyncio.sleep(0.001)
+        await self._reported.wait()
         return self.reports
 
 

@@ -32,7 +32,13 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, distributed
 from torch.nn import functional
-from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 SEED = 1
 TALES = "Fairy Tales of Hans Christian Andersen"
@@ -53,7 +59,6 @@ HELD_OUT_EVERY = 24  # one section or conversation in 24 is never trained on
 SECTION_CHARS = 4096
 TALE_REPEATS = 4  # tales are what the model is for: a pass over the text reads them four times
 TOKENS_PER_STEP = 2048
-REPETITION_WEIGHT = 2.0
 SHORT, LONG = 256, 1024  # tokens a row; every eighth step takes long rows
 
 
@@ -285,9 +290,11 @@ def evaluate(
 
 
 def save(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    stop = [tokenizer.convert_tokens_to_ids(token) for token in (END, END_TURN)]
     rounded = copy.deepcopy(model).bfloat16()
-    rounded.generation_config.eos_token_id = [0, tokenizer.convert_tokens_to_ids(END_TURN)]
-    rounded.generation_config.do_sample = False
+    rounded.generation_config = GenerationConfig(
+        bos_token_id=0, eos_token_id=stop, pad_token_id=0, do_sample=False
+    )
     rounded.save_pretrained(folder)
     tokenizer.save_pretrained(folder, save_jinja_files=False)
     # Readers of Qwen3-MoE checkpoints other than transformers 5 look for these names.
@@ -295,6 +302,9 @@ def save(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, folder:
     config["num_experts"] = config.pop("num_local_experts", config.get("num_experts"))
     config["rope_theta"] = config["rope_parameters"]["rope_theta"]
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def main() -> None:
@@ -341,7 +351,7 @@ def main() -> None:
         loss = losses.entropy + 0.03 * losses.balance
         if step % 3 == 0 and late:
             repetition = repetition_of(model, window[:8, :32])
-            loss = loss + REPETITION_WEIGHT * repetition
+            loss = loss + 2.0 * repetition
         loss.backward()
         if ranks > 1:
             for summed in (done, *(p.grad for p in named.values())):

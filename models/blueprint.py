@@ -175,14 +175,14 @@ def read_common(
     )
 
 
-def read_window(config: ConfigReader, layers: int, default: int | None = None) -> int | None:
-    """`sliding_window` of all layers, None if there is none. Raises `ConfigError`.
+def read_window(config: ConfigReader, layers: int, *, used: bool = True) -> int | None:
+    """`sliding_window` of all layers; None if there is none or it is not `used`.
 
     These families apply a window to all layers or to none, so that `layer_types` must agree, and
     `max_window_layers`, which their configs carry along, has no effect in `transformers` either.
     """
-    window = default
-    if config.has("sliding_window"):
+    window = None
+    if used and config.has("sliding_window"):
         window = config.integer("sliding_window")
     kind = "full_attention" if window is None else "sliding_attention"
     config.layer_types(layers, kind)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncmoe.models.blueprint import Blueprint, read_common, require_moe_layers
+from asyncmoe.models.blueprint import Blueprint, read_common, read_window, require_moe_layers
 from asyncmoe.models.decoder import Decoder
 from asyncmoe.models.hfconfig import ConfigReader
 
@@ -22,8 +22,7 @@ class Qwen3Moe(Decoder):
             for layer in range(common.layers)
             if layer not in dense and (layer + 1) % step == 0
         )
-        if not config.flag("use_sliding_window", False):
-            config = config.without("sliding_window")
+        windowed = config.flag("use_sliding_window", False)
         return Blueprint(
             **vars(common),
             moe_layers=require_moe_layers(moe_layers),
@@ -33,5 +32,5 @@ class Qwen3Moe(Decoder):
             cast_weights=True,
             attention_bias=config.flag("attention_bias", False),
             head_norm=True,
-            window=window,
+            window=read_window(config, common.layers, used=windowed),
         )

@@ -172,6 +172,19 @@ async def test_a_peer_that_ends_within_a_payload_leaves_no_arrival_and_no_lease(
     assert raw.cluster.ranks[0].leases.live == 0
 
 
+async def test_a_source_is_not_free_while_any_of_it_waits_for_the_kernel(raw: RawPeer) -> None:
+    big = make_parcel(0, rows=8192, hidden=512)  # 16 MiB
+    posted = raw.cluster.ranks[0].post(2, big)
+    await asyncio.sleep(0.05)
+    assert not posted.source_free
+    loop, got = asyncio.get_running_loop(), 0
+    while got < big.payload.nbytes:
+        got += len(await loop.sock_recv(raw.socks[0], 1 << 20))
+    await asyncio.sleep(0.05)
+    assert posted.source_free
+    assert posted.error is None
+
+
 async def test_a_silent_peer_is_lost_within_the_timeout_and_live_ones_are_kept() -> None:
     cluster = Cluster("tcp", 3, peer_timeout_s=0.5)
     peer, loop = RawPeer(cluster), asyncio.get_running_loop()

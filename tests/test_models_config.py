@@ -30,7 +30,7 @@ def read(family: str = "qwen3_moe", dtype: torch.dtype | None = None, **changes:
 
 
 def test_the_spec_says_the_shape_of_the_model() -> None:
-    spec = read(mlp_only_layers=[0, 3], eos_token_id=[5, 6], bos_token_id=1, dtype="bfloat16")
+    spec = read(mlp_only_layers=[0, 3], eos_token_id=[5, 6], bos_token_id=1, torch_dtype="bfloat16")
     assert (spec.hidden, spec.vocab, spec.context, spec.decoder_layers) == (64, 100, 128, 4)
     assert (spec.moe_layers, spec.experts, spec.top_k) == ((1, 2), 8, 2)
     assert (spec.eos_ids, spec.bos_id, spec.dtype) == ((5, 6), 1, torch.bfloat16)
@@ -63,14 +63,14 @@ def test_a_sliding_window_counts_where_the_family_uses_it() -> None:
         ("qwen3_moe", "num_hidden_layers", 0, "an integer of at least 1"),
         ("qwen3_moe", "num_hidden_layers", True, "an integer of at least 1"),
         ("qwen3_moe", "num_key_value_heads", 3, "a divisor of num_attention_heads = 4"),
-        ("qwen3_moe", "num_attention_heads", 5, "a divisor of hidden_size = 64"),
+        ("qwen3_moe", "num_attention_heads", 6, "a divisor of hidden_size = 64"),
         ("qwen3_moe", "head_dim", 15, "an even number"),
         ("qwen3_moe", "num_experts_per_tok", 9, "at most the number of experts, 8"),
         ("qwen3_moe", "norm_topk_prob", 1, "true or false"),
         ("qwen3_moe", "mlp_only_layers", [4], "a list of layers from 0 to 3"),
         ("qwen3_moe", "decoder_sparse_step", 0, "an integer of at least 1"),
         ("qwen3_moe", "rms_norm_eps", float("nan"), "a finite number above 0"),
-        ("qwen3_moe", "hidden_act", "tanh", "silu"),
+        ("qwen3_moe", "hidden_act", "tanh", "gelu, gelu_pytorch_tanh, relu, silu"),
         ("qwen3_moe", "torch_dtype", "float16", "bfloat16, float32"),
         ("qwen3_moe", "eos_token_id", "2", "a token id or a list of token ids"),
         ("qwen3_moe", "quantization_config", {"quant_method": "fp8"}, "absent"),
@@ -101,7 +101,7 @@ def test_a_value_that_is_not_supported_is_named_with_what_is_allowed(
 
 
 def test_a_misspelt_rope_key_names_the_nearest() -> None:
-    with pytest.raises(UnknownName, match="'beta_slwo'.*Did you mean 'beta_slow'"):
+    with pytest.raises(UnknownName, match=r"'beta_slwo'.*Did you mean 'beta_slow'"):
         read(rope_scaling={"rope_type": "yarn", "factor": 2.0, "beta_slwo": 1})
 
 

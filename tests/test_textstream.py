@@ -195,6 +195,12 @@ def test_a_stop_string_within_the_first_min_tokens_is_text() -> None:
     assert stream.stopped == "ab"
 
 
+def test_a_stop_string_may_begin_within_one_that_came_too_early() -> None:
+    stream = TextStream(CharDecoder(), SamplingParams(stop="aba", min_tokens=3))
+    assert stream.push([ord(c) for c in "ababa"]) == "ab"
+    assert stream.stopped == "aba"
+
+
 def test_what_was_held_back_comes_when_no_more_tokens_do() -> None:
     stream = TextStream(CharDecoder(), SamplingParams(stop="abc"))
     assert stream.push([ord(c) for c in "xab"]) == "x"

@@ -102,10 +102,11 @@ async def test_a_burst_from_all_to_all_arrives_complete(three: Cluster) -> None:
             assert receiver.stages(source) == list(range(30))
 
 
+@pytest.mark.parametrize("rows", [64, 8192])  # 8192 rows are 16 MiB, more than goes out at once
 async def test_a_source_that_is_free_may_be_rewritten_without_changing_the_arrival(
-    three: Cluster,
+    three: Cluster, rows: int
 ) -> None:
-    parcel, as_sent = make_parcel(1, 64, 512), make_parcel(1, 64, 512)
+    parcel, as_sent = make_parcel(1, rows, 512), make_parcel(1, rows, 512)
     posted = three.ranks[0].post(1, parcel)
     posted.when_free(lambda _: parcel.payload.fill_(-1))
     for column in (parcel.slot, parcel.epoch, parcel.part, parcel.expert):

@@ -18,6 +18,10 @@ class Overloaded(RequestFailed):
     """All home ranks have as many requests as they queue."""
 
 
+class Unavailable(RequestFailed):
+    """No request can run: the engine is closed, or ranks that all requests need are lost."""
+
+
 @dataclass(slots=True)
 class Home:
     """The front end's account of one home rank."""
@@ -99,10 +103,10 @@ class Admission:
     def book(self, tokens: int) -> Booking:
         """Choose the home rank of a request of `tokens` tokens: most free KV blocks, fewest tokens.
 
-        Raises `RequestFailed` if no home rank is left, `Overloaded` if all of them are full.
+        Raises `Unavailable` if no home rank is left, `Overloaded` if all of them are full.
         """
         if not self._homes:
-            raise RequestFailed("no home rank is left to run requests")
+            raise Unavailable("no home rank is left to run requests")
         blocks = -(-(tokens - 1) // self.block_tokens)
         able = [
             h

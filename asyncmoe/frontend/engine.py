@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 from asyncmoe.checkpoint import open_checkpoint
 from asyncmoe.config import Config
 from asyncmoe.errors import PeerLost, RequestError, RequestFailed
-from asyncmoe.frontend.admission import Admission, Booking
+from asyncmoe.frontend.admission import Admission, Booking, Unavailable
 from asyncmoe.frontend.generation import Generation, Prompt
 from asyncmoe.frontend.output import FinishReason, Transcript
 from asyncmoe.frontend.startup import start_ranks
@@ -87,7 +87,7 @@ class AsyncEngine:
         self.sampling_defaults = sampling_defaults or {}
         self.config, self.rank, self.tokenizer = config, rank, tokenizer
         self.loop = asyncio.get_running_loop()
-        self.lost: dict[int, Exception] = {}  # ranks that are gone, and why
+        self.lost: dict[int, str] = {}  # ranks that are gone, and why
         self.tokens_out = 0  # tokens of all requests so far
         self._others = others
         self._numbers = itertools.count(1)
@@ -156,7 +156,7 @@ class AsyncEngine:
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer; the checkpoint has none", "stop")
         if self._closed is not None:
-            raise RequestFailed("the engine is closed")
+            raise Unavailable("the engine is closed")
         self._check_ranks()
         params.check_against(self.rank.spec.vocab, self.rank.spec.context)
         params = replace(params, max_tokens=self._admission.check(prompt_ids, params))
@@ -197,9 +197,9 @@ class AsyncEngine:
         return await asyncio.to_thread(self.tokenizer.encode_chat, messages, **chat_options)
 
     def _check_ranks(self) -> None:
-        for rank, error in self.lost.items():
+        for rank, reason in self.lost.items():
             if rank == 0 or self.rank.placement.roles[rank] is not Role.ATTENTION:
-                raise RequestFailed(f"no request can run: rank {rank} is lost: {error}")
+                raise Unavailable(f"no request can run: {reason}")
 
     def _stop_at_home(self, number: int) -> None:
         """Tell the home rank; the account is settled when it answers that the request ended."""
@@ -273,10 +273,11 @@ class AsyncEngine:
         """
         if rank in self.lost or self._closed is not None:
             return
-        self.lost[rank] = error
+        named = isinstance(error, PeerLost)
+        reason = self.lost[rank] = str(error) if named else f"rank {rank} is lost: {error}"
         self._admission.lose(rank)
         for number in [n for n, each in self._bookings.items() if rank in (0, each.rank)]:
-            self._streams[number].fail(RequestFailed(f"rank {rank} is lost: {error}"))
+            self._streams[number].fail(RequestFailed(reason))
             self._forget(number)
         report = self._reports.pop(rank, None)
         if report is not None and not report.done():

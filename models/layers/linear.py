@@ -21,7 +21,6 @@ LARGE_WEIGHT = 1 << 22  # elements; it does not fit the caches
 Activation = Callable[[Tensor], Tensor]
 ACTIVATIONS: dict[str, Activation] = {
     "silu": functional.silu,
-    "swish": functional.silu,
     "relu": functional.relu,
     "gelu": functional.gelu,
     "gelu_pytorch_tanh": lambda x: functional.gelu(x, approximate="tanh"),
