@@ -251,12 +251,12 @@ def find_directory(name: str) -> Path:
 
     Raises `UnknownName`, or `CheckpointError` if the name looks like a path.
     """
+    known = sorted(p.parent.name for p in BUILT_IN.glob("*/config.json"))
+    if name in known:  # before directories: an unrelated ./tiny must not hide the built-in model
+        return BUILT_IN / name
     path = Path(name).expanduser()
     if path.is_dir():
         return path
-    known = sorted(p.parent.name for p in BUILT_IN.glob("*/config.json"))
-    if name in known:
-        return BUILT_IN / name
     if len(path.parts) > 1:
         raise CheckpointError(f"there is no directory {path}")
     raise UnknownName("model", name, known)

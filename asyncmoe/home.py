@@ -350,6 +350,7 @@ class Home:
         if request.row == NONE:
             self._waiting.remove(request)
             del self._by_id[request_id]
+            self.pump()  # it may have stood before one that fits
             return
         slots = np.concatenate(
             [*(self.chunks.slots[c] for c in request.chunks), self._decode_slot[[request.row]]]

@@ -136,6 +136,8 @@ class Rank:
         self.queues = Queues(self.chain)
         limits = Limits(
             parcel_bytes=config.transport.parcel_bytes,
+            # a combine parcel may give back the credits of a whole window
+            parcel_rows=max(Limits.parcel_rows, config.transport.window_rows),
             message_bytes=config.transport.message_bytes,
             stages=len(self.chain),
             experts=max(1, spec.experts),
@@ -159,6 +161,7 @@ class Rank:
         self._local = np.where(
             self.placement.owner == self.rank, self.placement.local.astype(np.int64), -1
         )
+        self._local_experts = (self._local >= 0).sum(1).tolist()
         self._receptor = Receptor(
             self.rank,
             self.chain,
@@ -372,7 +375,7 @@ class Rank:
                 layer,
                 self.queues.take_rows(stage, max_rows),
                 self._local[layer],
-                len(self.placement.local_experts(self.rank, layer)),
+                self._local_experts[layer],
                 self.config.engine.combine == "per_expert",
             )
         assert self.home is not None

@@ -164,9 +164,13 @@ class Decoder(Model):
 
     def _build_attention(self, at: str, rotary: Rotary) -> Attention:
         blueprint = self._blueprint
-        norms = None
-        if blueprint.head_norm or blueprint.vector_norm:
-            norms = self._norm(f"{at}.q_norm"), self._norm(f"{at}.k_norm")
+        head_norm = vector_norm = None
+        if blueprint.vector_norm:
+            vector_norm = self._norm(f"{at}.q_norm"), self._norm(f"{at}.k_norm")
+        if blueprint.head_norm:
+            q, k = self._read(f"{at}.q_norm.weight"), self._read(f"{at}.k_norm.weight")
+            weights = [q.expand(blueprint.heads, -1), k.expand(blueprint.kv_heads, -1)]
+            head_norm = RmsNorm(torch.cat(weights), blueprint.eps)
         return Attention(
             self._linear(f"{at}.q_proj", f"{at}.k_proj", f"{at}.v_proj"),
             self._linear(f"{at}.o_proj"),
@@ -174,8 +178,8 @@ class Decoder(Model):
             heads=blueprint.heads,
             kv_heads=blueprint.kv_heads,
             head_dim=blueprint.head_dim,
-            head_norm=norms if blueprint.head_norm else None,
-            vector_norm=norms if blueprint.vector_norm else None,
+            head_norm=head_norm,
+            vector_norm=vector_norm,
             clip=blueprint.clip,
             window=blueprint.window,
         )

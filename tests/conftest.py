@@ -20,7 +20,11 @@ import torch
 import uvloop
 
 GRACE_S = 3.0
-OUR_DAEMONS = ("compute", "directory", "asyncmoe")  # daemon threads that a test must end all the same
+OUR_DAEMONS = (
+    "compute",
+    "directory",
+    "asyncmoe",
+)  # daemon threads that a test must end all the same
 # Made once a process by the standard library or torch, and kept for its whole life.
 KEPT_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 _PASSED = pytest.StashKey[bool]()
@@ -61,20 +65,18 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-async def no_task_is_left(nothing_is_left: None, request: pytest.FixtureRequest) -> AsyncIterator[None]:
+async def no_task_is_left(
+    nothing_is_left: None, request: pytest.FixtureRequest
+) -> AsyncIterator[None]:
     """No task outlives its test, nor any fixture of the test."""
     before = asyncio.all_tasks()
     yield
     if not request.node.stash.get(_PASSED, False):
         return
-    deadline_s = time.monotonic() + GRACE_S
-    while (left := _tasks() - before) and time.monotonic() < deadline_s:
-        await asyncio.sleep(0.01)
+    left = asyncio.all_tasks() - before - {asyncio.current_task()}
+    if left:
+        _, left = await asyncio.wait(left, timeout=GRACE_S)
     assert not left, f"tasks left behind: {left}"
-
-
-def _tasks() -> set[asyncio.Task[Any]]:
-    return asyncio.all_tasks() - {task for task in [asyncio.current_task()] if task}
 
 
 def _left(

@@ -123,11 +123,13 @@ async def test_what_a_slow_reader_has_not_taken_merges_into_one_item() -> None:
 async def test_a_reader_of_the_whole_answer_wakes_once() -> None:
     mailbox = stream()
     reader = asyncio.create_task(mailbox.take(whole=True))
+    await asyncio.sleep(0)
+    waiter = mailbox._waiter
     for token in range(3):
         mailbox.push(token, None, False, None, 0.0)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert not reader.done()
+        assert mailbox._waiter is waiter is not None
     mailbox.end("abort")
     output = await reader
     assert output is not None

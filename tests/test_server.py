@@ -295,6 +295,7 @@ async def test_a_slow_reader_gets_all_and_delays_nobody(
     slow = socket.socket()
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     slow.setblocking(False)
+    server._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     loop = asyncio.get_running_loop()
     with slow:
         await loop.sock_connect(slow, (host, int(port)))
@@ -316,6 +317,7 @@ async def test_a_slow_reader_gets_all_and_delays_nobody(
         for choice in json.loads(event)["choices"]:
             counts[choice["index"]] += len(choice["token_ids"])
     assert counts == [60] * 4
+    assert len(events) < sum(counts)  # the server waited, and what it held back was merged
     assert events[-1] == b"[DONE]"
 
 

@@ -16,9 +16,10 @@ from asyncmoe.models.layers.rope import Rotary
 class Attention:
     """Grouped-query attention with the switches that families differ in.
 
-    `head_norm` normalises each head of q and k, `vector_norm` all heads of q (of k) as one vector;
-    `clip` bounds q, k and v. Latent or recurrent attention is another class with the same call: the
-    cache that it is given has the tensors of its layer's `CacheSpec`.
+    `head_norm` normalises each head of q and k, with weights [heads + kv_heads, head_dim];
+    `vector_norm` takes all heads of q, and all of k, as one vector; `clip` bounds q, k and v.
+    Latent or recurrent attention is another class with the same call: the cache that it is given
+    has the tensors of its layer's `CacheSpec`.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class Attention:
         heads: int,
         kv_heads: int,
         head_dim: int,
-        head_norm: tuple[RmsNorm, RmsNorm] | None = None,
+        head_norm: RmsNorm | None = None,
         vector_norm: tuple[RmsNorm, RmsNorm] | None = None,
         clip: float | None = None,
         window: int | None = None,
@@ -53,10 +54,10 @@ class Attention:
             qkv = torch.cat((self.vector_norm[0](q), self.vector_norm[1](k), v), -1)
         if self.clip is not None:
             qkv = qkv.clamp(-self.clip, self.clip)
-        q, k, v = torch.split(qkv.view(len(x), -1, dim), [heads, kv_heads, kv_heads], 1)
+        qk, v = torch.split(qkv.view(len(x), -1, dim), [heads + kv_heads, kv_heads], 1)
         if self.head_norm is not None:
-            q, k = self.head_norm[0](q), self.head_norm[1](k)
-        q, k = self.rotary.rotate(q, angles), self.rotary.rotate(k, angles)
+            qk = self.head_norm(qk)
+        q, k = torch.split(self.rotary.rotate(qk, angles), [heads, kv_heads], 1)
         for name, rows in (("k", k), ("v", v)):
             cache[name].flatten(0, 1).index_copy_(0, batch.rows.cache_index, rows)
         mixed = paged_attention(
@@ -68,5 +69,5 @@ class Attention:
     @property
     def nbytes(self) -> int:
         """Bytes held, but for the rotary table, which the layers share."""
-        norms = (*(self.head_norm or ()), *(self.vector_norm or ()))
-        return sum(part.nbytes for part in (self.qkv, self.out, *norms))
+        norms = (self.head_norm, *(self.vector_norm or ()))
+        return sum(part.nbytes for part in (self.qkv, self.out, *norms) if part is not None)

@@ -23,10 +23,9 @@ PADDING = 1.25  # contexts are not cut if padding them to the longest costs at m
 class Spans:
     """The (request, span) pairs of a batch's decode rows, sorted by request."""
 
-    row: Tensor  # int64 [pairs]: decode row
+    row: Tensor | None  # int64 [pairs]: decode row; None: one span per row, in order
     block: Tensor  # int64 [pairs * blocks of a span]: block ids in the cache
-    mask: Tensor  # float [pairs, 1, 1, tokens of a span]: 0 or, where the row must not look, -inf
-    whole: bool  # there is one span per row, in order
+    mask: Tensor  # [pairs, 1, 1, tokens of a span]: 0 or, where the row must not look, -inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,28 +68,30 @@ class PagedBatch:
 def _spans(rows: RowBatch, window: int | None, dtype: torch.dtype) -> Spans:
     size, device = rows.block_tokens, rows.context_len.device
     context = rows.context_len[: rows.decode_rows]
+    blocks = (context + (size - 1)) // size
+    longest = int(blocks.max())
+    if window is None and longest * len(context) <= PADDING * int(blocks.sum()):
+        block = rows.block_table[: rows.decode_rows, :longest].reshape(-1)
+        position = torch.arange(longest * size, device=device)
+        return Spans(None, block, _additive(position >= context[:, None], dtype))
     oldest = torch.zeros_like(context) if window is None else (context - window).clamp_(min=0)
     first = oldest // size
-    blocks = (context + size - 1) // size - first
-    longest = int(blocks.max())
-    whole = longest * len(context) <= PADDING * int(blocks.sum())
-    span = longest if whole else max(1, SPAN_TOKENS // size)
-    if whole:
-        row = torch.arange(len(context), device=device)
-        start = first[:, None]
-    else:
-        counts = (blocks + span - 1) // span
-        row = torch.repeat_interleave(counts)
-        nth = torch.arange(len(row), device=device) - (counts.cumsum(0) - counts)[row]
-        start = (first[row] + nth * span)[:, None]
+    span = max(1, SPAN_TOKENS // size)
+    counts = (blocks - first + (span - 1)) // span
+    row = torch.repeat_interleave(counts)
+    nth = torch.arange(len(row), device=device) - (counts.cumsum(0) - counts)[row]
+    start = (first[row] + nth * span)[:, None]
     ordinal = start + torch.arange(span, device=device)  # of the request's blocks
-    block = rows.block_table[row[:, None], ordinal.clamp(max=rows.block_table.shape[1] - 1)]
+    block = rows.block_table[row[:, None], ordinal.clamp_(max=rows.block_table.shape[1] - 1)]
     position = start * size + torch.arange(span * size, device=device)
-    hidden = position >= context[row, None]
-    if window is not None:
-        hidden |= position < oldest[row, None]
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
-    return Spans(row, block.flatten(), mask[:, None, None], whole)
+    hidden = (position >= context[row, None]) | (position < oldest[row, None])
+    return Spans(row, block.view(-1), _additive(hidden, dtype))
+
+
+def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask to add to scores: bool [pairs, tokens] -> [pairs, 1, 1, tokens], -inf where hidden."""
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+    return mask.masked_fill_(hidden, -torch.inf)[:, None, None]
 
 
 def paged_attention(
@@ -156,10 +157,10 @@ def _decode(
 ) -> Tensor:
     rows, heads, dim = query.shape
     kv_heads = key_cache.shape[2]
-    pairs = len(spans.row)
+    pairs = len(spans.mask)
     # The query heads of a KV head are the queries of one attention, so that K and V are not spread.
     grouped = query.view(rows, kv_heads, heads // kv_heads, dim)
-    if not spans.whole:
+    if spans.row is not None:
         grouped = grouped[spans.row]
     keys = key_cache.index_select(0, spans.block).view(pairs, -1, kv_heads, dim)
     values = value_cache.index_select(0, spans.block).view(pairs, -1, kv_heads, dim)
@@ -167,7 +168,7 @@ def _decode(
         grouped, keys.transpose(1, 2), values.transpose(1, 2), spans.mask, scale
     )
     mixed, log_sum = mixed.reshape(pairs, heads, dim), log_sum.reshape(pairs, heads)
-    if not spans.whole:
+    if spans.row is not None:
         mixed, log_sum = _join(mixed, log_sum, spans.row, rows)
     if sinks is not None:
         mixed = mixed * _left_by_sinks(log_sum, sinks)[..., None]
@@ -250,5 +251,4 @@ def _mask(
     hidden = seen > at
     if window is not None:
         hidden |= seen <= at - window
-    mask = like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
-    return mask[None, None]
+    return _additive(hidden, like.dtype).view(1, 1, rows, tokens)

@@ -1,0 +1,116 @@
+"""The `cpu` device keeps the promises of `Device`."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import torch
+
+from asyncmoe.devices.cpu import CpuDevice
+
+
+@pytest.fixture
+async def device() -> AsyncIterator[CpuDevice]:
+    """A device with one thread."""
+    device = CpuDevice(1)
+    yield device
+    await device.close()
+
+
+async def test_work_runs_one_at_a_time_in_the_order_submitted(device: CpuDevice) -> None:
+    log: list[str] = []
+
+    def work(name: str) -> str:
+        log.append(f"{name} begins")
+        time.sleep(0.005)
+        log.append(f"{name} ends")
+        return name
+
+    results = await asyncio.gather(*(device.submit(lambda n=n: work(n)) for n in "abc"))
+    assert results == ["a", "b", "c"]
+    assert log == [f"{n} {what}" for n in "abc" for what in ("begins", "ends")]
+
+
+async def test_the_loop_goes_on_while_work_runs(device: CpuDevice) -> None:
+    may_end = threading.Event()
+    running = device.submit(may_end.wait)
+    await asyncio.sleep(0.01)
+    assert not running.done()
+    may_end.set()
+    assert await running is True
+
+
+async def test_work_runs_beside_the_loop_with_its_own_torch_threads(device: CpuDevice) -> None:
+    name, threads, recording = await device.submit(
+        lambda: (
+            threading.current_thread().name, torch.get_num_threads(), torch.is_grad_enabled()
+        )
+    )  # fmt: skip
+    assert (name, threads, recording) == ("compute", 1, False)
+
+
+class Panic(BaseException):
+    """As an extension module raises that has no other way out."""
+
+
+@pytest.mark.parametrize(
+    ("raised", "seen"), [(ValueError, ValueError), (Panic, Panic), (StopIteration, RuntimeError)]
+)
+async def test_an_exception_is_the_futures_and_later_work_still_runs(
+    device: CpuDevice, raised: type[BaseException], seen: type[BaseException]
+) -> None:
+    def work() -> None:
+        raise raised("no")
+
+    failing, later = device.submit(work), device.submit(lambda: 7)
+    with pytest.raises(seen, match="no"):
+        await failing
+    assert await later == 7
+
+
+async def test_cancelling_the_future_does_not_stop_the_work(device: CpuDevice) -> None:
+    done: list[int] = []
+    future = device.submit(lambda: done.append(1))
+    future.cancel()
+    await device.submit(lambda: None)
+    assert done == [1]
+
+
+async def test_close_finishes_what_is_queued_and_may_be_repeated() -> None:
+    device, done = CpuDevice(1), list[int]()
+
+    def work(number: int) -> None:
+        time.sleep(0.002)
+        done.append(number)
+
+    futures = [device.submit(lambda n=n: work(n)) for n in range(5)]
+    await asyncio.gather(device.close(), device.close())
+    await device.close()
+    assert done == list(range(5))
+    await asyncio.gather(*futures)
+    assert all(thread.name != "compute" for thread in threading.enumerate())
+
+
+async def test_busy_time_is_the_time_in_work(device: CpuDevice) -> None:
+    await device.submit(lambda: time.sleep(0.02))
+    await asyncio.sleep(0.02)
+    assert 0.015 < device.busy_s() < 5.0
+
+
+async def test_a_result_is_kept_by_nobody_but_its_reader(device: CpuDevice) -> None:
+    class Result:
+        pass
+
+    result: Any = await device.submit(Result)
+    gone = weakref.ref(result)
+    del result
+    await device.submit(lambda: None)  # the thread has let go of the work before
+    gc.collect()
+    assert gone() is None
