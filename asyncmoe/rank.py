@@ -137,7 +137,7 @@ class Rank:
         limits = Limits(
             parcel_bytes=config.transport.parcel_bytes,
             # a combine parcel may give back the credits of a whole window
-            parcel_rows=max(Limits.parcel_rows, config.transport.window_rows),
+            parcel_rows=max(Limits().parcel_rows, config.transport.window_rows),
             message_bytes=config.transport.message_bytes,
             stages=len(self.chain),
             experts=max(1, spec.experts),

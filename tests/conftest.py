@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed
 import uvloop
 
 GRACE_S = 3.0
@@ -38,7 +39,9 @@ def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.Abstrac
 def pytest_sessionstart() -> None:
     """Open what stays open for the life of the process, so that no test is blamed for it."""
     torch.set_num_threads(1)
-    uvloop.new_event_loop().close()  # libuv's signal pipe
+    # uvloop and torch have a libuv each, whose first loop makes a signal pipe
+    uvloop.new_event_loop().close()
+    torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 @pytest.hookimpl(wrapper=True)
