@@ -1,9 +1,9 @@
 """µs of Python per attention step and per expert step, outside the kernels.
 
-Two ranks over TCP, each a process. Rank 0 is the home of all requests and holds half of the experts,
-rank 1 holds the other half. Attention batches of exactly N rows are forced by the batch policy, so
-every attention step builds one parcel for rank 1 and one for itself, and every expert step of rank
-1 takes one parcel of about N rows.
+Two ranks over TCP, each a process. Rank 0 is the home of all requests and holds half of the
+experts, rank 1 holds the other half. Attention batches of exactly N rows are forced by the batch
+policy, so every attention step builds one parcel for rank 1 and one for itself, and every expert
+step of rank 1 takes one parcel of about N rows.
 
 The figure is CPU time of the loop's thread, all of it: schedule, gather columns, route, build and
 post parcels, system calls, receive, the loop itself. An attention step is charged with rank 0's
@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
+from checkpoints import write_config
 
 from asyncmoe.config import Config
 from asyncmoe.frontend.startup import start_ranks
 from asyncmoe.messages import Admit, Message, Shutdown, Stats, StatsRequest, TokensOut
 from asyncmoe.rank import Rank
 from asyncmoe.sampling import SamplingParams
-from checkpoints import write_config
 
 WARM_TOKENS, TOKENS = 8, 40
 

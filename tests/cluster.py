@@ -58,7 +58,7 @@ class Cluster:
     async def settled(self) -> None:
         """Wait until nothing is in the layers and every slot, block and credit is back."""
         async with asyncio.timeout(20):
-            while not all(map(idle, self.ranks)):
+            while not all(map(idle, self.ranks)):  # noqa: ASYNC110 - no event tells of it
                 await asyncio.sleep(0.01)
 
     def _note(self, rank: int, message: Message) -> None:
