@@ -7,12 +7,14 @@ step and not one per request.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 import orjson
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from asyncmoe.errors import ProtocolError
+
+U32 = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 @dataclass(slots=True)
@@ -35,8 +37,8 @@ class Abort:
 class Discard:
     """Home rank -> expert ranks: rows of these slots up to these epochs are dead. Best effort."""
 
-    slots: list[int]
-    epochs: list[int]
+    slots: list[U32]
+    epochs: list[U32]
 
 
 @dataclass(slots=True)

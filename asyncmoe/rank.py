@@ -172,6 +172,7 @@ class Rank:
             self.home,
             self.executor.notify,
             self._loop.time,
+            config.transport.window_rows,
             self.times,
         )
 
@@ -268,9 +269,12 @@ class Rank:
                 raise ProtocolError(f"{type(message).__name__} is not for rank {self.rank}")
 
     def _discard(self, source: int, message: Discard) -> None:
-        slots, epochs = np.array(message.slots, np.int64), np.array(message.epochs, np.int64)
-        rows = self.queues.discard(source, slots.astype(np.uint32), epochs.astype(np.uint32))
+        slots, epochs = np.array(message.slots, np.uint32), np.array(message.epochs, np.uint32)
+        if len(slots) != len(epochs):
+            raise ProtocolError(f"Discard of {len(slots)} slots with {len(epochs)} epochs")
+        rows = self.queues.discard(source, slots, epochs)
         if rows:
+            self._receptor.left(source, rows)
             self.send(source, Credit(rows))
 
     @property
@@ -309,7 +313,9 @@ class Rank:
 
     def on_parcel(self, arrival: Arrival) -> None:
         """See `Receiver`."""
-        if not self._closing:
+        if self._closing:
+            arrival.release()
+        else:
             self._receptor.take(arrival)
 
     def on_message(self, source: int, message: bytes) -> None:
@@ -421,6 +427,7 @@ class Rank:
                     self.home.take_in(parcel)
                 for segment in step.segments:
                     segment.hold.read(segment.parcel.rows)
+                    self._receptor.left(segment.source, segment.parcel.rows)
 
     def failed(self, step: Step, error: BaseException) -> None:
         """See `Stages`: an expert batch belongs to others, so its failure is this rank's."""

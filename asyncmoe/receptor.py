@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -32,15 +33,18 @@ class Receptor:
         home: Home | None,
         notify: Callable[[], None],
         now_s: Callable[[], float],
+        window_rows: int,
         times: RankTimes,
     ) -> None:
         """`local`: [MoE layers, experts] local index of each expert; -1 where it is elsewhere.
 
-        `dtype`: the model's, which payloads must have.
+        `dtype`: the model's, which payloads must have. `window_rows`: credits of each home.
         """
         self._rank, self._chain, self._local, self._dtype = rank, chain, local, dtype
         self._queues, self._dispatcher, self._home = queues, dispatcher, home
         self._notify, self._now_s, self._times = notify, now_s, times
+        self._window_rows = window_rows
+        self._held_rows: Counter[int] = Counter()  # by home: its credits that are here
 
     def take(self, arrival: Arrival) -> None:
         """A parcel of another rank. Raises `ProtocolError` if it makes no sense here."""
@@ -54,6 +58,7 @@ class Receptor:
             raise ProtocolError(f"payload of {parcel.payload.dtype}; the model has {self._dtype}")
         if parcel.kind is ParcelClass.DISPATCH:
             self._check_experts(parcel)
+            self._hold(arrival.source, parcel.rows)
             self._put(arrival.source, parcel, arrival.release)
         else:
             self._take_combine(arrival)
@@ -61,8 +66,13 @@ class Receptor:
         self._times.receive_s += time.perf_counter() - begin_s
         self._notify()
 
+    def left(self, source: int, rows: int) -> None:
+        """`rows` dispatch rows of `source` are not held here any more."""
+        self._held_rows[source] -= rows
+
     def put_local(self, parcel: Parcel) -> None:
-        """Rows of this rank for experts of this rank."""
+        """Rows of this rank for experts of this rank; they take no credits."""
+        self._held_rows[self._rank] += parcel.rows
         self._put(self._rank, parcel, _nothing)
 
     def _put(self, source: int, parcel: Parcel, release: Callable[[], None]) -> None:
@@ -71,6 +81,12 @@ class Receptor:
             return
         hold = Hold(parcel.rows, release)
         self._queues.put_parcel(source, parcel, hold, self._now_s())
+
+    def _hold(self, source: int, rows: int) -> None:
+        held = self._held_rows[source] + rows
+        if held > self._window_rows:
+            raise ProtocolError(f"{held} rows at once; the window has {self._window_rows}")
+        self._held_rows[source] = held
 
     def _check_experts(self, parcel: Parcel) -> None:
         layer = self._chain.layer(parcel.stage)

@@ -111,3 +111,15 @@ async def test_an_empty_parcel_is_released_at_once() -> None:
                     weight=np.empty(0, np.float32))  # fmt: skip
     async with cluster(2, toymodel.checkpoint(), transport={"name": "inproc"}) as engine:
         assert give(engine.ranks[1], 0, empty) == ["released"]
+
+
+async def test_home_that_sends_beyond_its_window_is_refused() -> None:
+    config = {**APART, "transport": {"window_rows": 2}}
+    async with cluster(2, toymodel.checkpoint(), **config) as engine:
+        rank = engine.ranks[1]
+        give(rank, 0, dispatch())
+        give(rank, 0, dispatch())
+        with pytest.raises(ProtocolError, match="3 rows at once; the window has 2"):
+            give(rank, 0, dispatch())
+        rank._receptor.left(0, 1)
+        give(rank, 0, dispatch())

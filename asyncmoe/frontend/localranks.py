@@ -104,14 +104,17 @@ class LocalRanks:
         return next(list(child.lines) for child in self._children if child.rank == rank)
 
     async def _start(self, rank: int) -> None:
-        process = await asyncio.create_subprocess_exec(
-            *self._command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=self._environment(rank),
-            start_new_session=True,  # the terminal's SIGINT is for this process alone
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env=self._environment(rank),
+                start_new_session=True,  # the terminal's SIGINT is for this process alone
+            )
+        except OSError as error:  # uvloop's does not name the command
+            raise OSError(error.errno, error.strerror, self._command[0]) from None
         child = _Child(rank, process)
         self._children.append(child)
         self._tasks.append(asyncio.create_task(self._watch(child)))
