@@ -112,7 +112,7 @@ class Executor:
 
     def _fill(self) -> None:
         while len(self._running) < DEPTH and not self._closed:
-            begin_s = time.perf_counter()
+            begin_s = time.thread_time()
             stage = self._choose()
             if stage is None:
                 break
@@ -125,7 +125,7 @@ class Executor:
             times = self._times.kinds[step.kind]
             times.batches += 1
             times.rows += step.row_count
-            times.prepare_s += time.perf_counter() - begin_s
+            times.prepare_s += time.thread_time() - begin_s
 
     def _choose(self) -> int | None:
         queues, now_s = self._queues, self._loop.time()
@@ -161,7 +161,7 @@ class Executor:
 
     def _done(self, running: _Running, timed: _Timed, future: asyncio.Future[Any]) -> None:
         self._running.remove(running)
-        begin_s = time.perf_counter()
+        begin_s = time.thread_time()
         error = None if future.cancelled() else future.exception()
         try:
             if error is not None:
@@ -174,5 +174,5 @@ class Executor:
             self._break(fault)
         times = self._times.kinds[running.step.kind]
         times.compute_s += timed.compute_s
-        times.finish_s += time.perf_counter() - begin_s
+        times.finish_s += time.thread_time() - begin_s
         self.notify()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import sys
-import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
@@ -87,6 +87,7 @@ class Rank:
         self.times = RankTimes()
         self._no_experts: Exception | None = None  # the loss of a rank that every request needs
         self._closing = False
+        self._cache: Cache = ()
         self._resources = AsyncExitStack()  # closed in reverse order: executor, transport, device
 
     # ---- start and end
@@ -115,10 +116,17 @@ class Rank:
         self.device: Device = find("devices", config.device.name)(config.device.threads or 1)
         self._resources.push_async_callback(self.device.close)
         self.model: Model = await self.device.submit(partial(self._load, checkpoint))
+        self._resources.callback(self._drop_tensors)
         self._build(blocks)
         self._resources.push_async_callback(self.transport.close)
         self._resources.callback(self.executor.close)
         await self.transport.start(self)
+
+    def _drop_tensors(self) -> None:
+        """Free weights and caches now: rank, home and callbacks refer to each other, so that the
+        rank itself waits for the garbage collector."""
+        del self.model
+        self._cache = ()
 
     def _load(self, checkpoint: Checkpoint) -> Model:
         with checkpoint.source as source:
@@ -201,7 +209,7 @@ class Rank:
         requests = config.engine.max_requests
         expert_ranks = len(np.unique(self.placement.owner)) or 1
         parts = spec.top_k if per_expert else min(spec.top_k, expert_ranks)
-        self._cache: Cache = cache_tensors(spec, blocks, config.kv.block_tokens, requests, device)
+        self._cache = cache_tensors(spec, blocks, config.kv.block_tokens, requests, device)
         # A chunk is never split, so it must fit every batch that it may be part of.
         rows = min(config.engine.prefill_chunk, config.batch.attention_max_rows)
         if self.model.has_finish:
@@ -284,11 +292,13 @@ class Rank:
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges of this rank by name."""
+        cpu = resource.getrusage(resource.RUSAGE_THREAD)
         out: dict[str, Any] = {
             **self.times.values(),
             "busy_s": self.device.busy_s(),
             "loop_s": self._loop.time(),
-            "loop_cpu_s": time.thread_time(),
+            "loop_user_s": cpu.ru_utime,
+            "loop_system_s": cpu.ru_stime,
             "sent_parcels": self._dispatcher.sent_parcels,
             "sent_bytes": self._dispatcher.sent_bytes,
             "outbox_rows": self._dispatcher.waiting_rows,

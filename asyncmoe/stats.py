@@ -15,8 +15,8 @@ class KindTimes:
     batches: int = 0
     rows: int = 0
     compute_s: float = 0.0  # on the device
-    prepare_s: float = 0.0  # on the loop: choose, take, gather columns
-    finish_s: float = 0.0  # on the loop: route, build and post parcels, move chunks on
+    prepare_s: float = 0.0  # CPU time on the loop: choose, take, gather columns
+    finish_s: float = 0.0  # CPU time on the loop: route, post parcels, move chunks on
 
 
 @dataclass(slots=True)
@@ -24,7 +24,7 @@ class RankTimes:
     """All of a rank's sums since its start."""
 
     kinds: dict[Kind, KindTimes] = field(default_factory=lambda: {k: KindTimes() for k in Kind})
-    receive_s: float = 0.0  # on the loop: parcels taken in
+    receive_s: float = 0.0  # CPU time on the loop: parcels taken in
     received_parcels: int = 0
 
     def values(self) -> dict[str, Any]:

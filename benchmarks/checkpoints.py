@@ -26,10 +26,10 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def write_config(path: Path) -> Path:
+def write_config(path: Path, changes: dict[str, Any]) -> Path:
     """A directory with config.json alone, for `model.load_format = "dummy"`."""
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(SHAPE))
+    (path / "config.json").write_text(json.dumps(SHAPE | changes))
     return path
 
 

@@ -5,9 +5,14 @@ experts, rank 1 holds the other half. Attention batches of exactly N rows are fo
 policy, so every attention step builds one parcel for rank 1 and one for itself, and every expert
 step of rank 1 takes one parcel of about N rows.
 
-The figure is CPU time of the loop's thread, all of it: schedule, gather columns, route, build and
-post parcels, system calls, receive, the loop itself. An attention step is charged with rank 0's
+The figure is user CPU time of the loop's thread, all of it: schedule, gather columns, route, build
+and post parcels, receive, the loop itself; time inside system calls (the network stack of this
+machine, which copies the payloads) is given apart. An attention step is charged with rank 0's
 whole loop but for what its head and expert batches took; an expert step with rank 1's whole loop.
+
+The default model has parcels of the usual width (hidden 512) but next to no compute. With real
+matrices each kernel evicts the loop's code and data from the caches, and the same Python takes
+several times as long (`--model DIR` shows it); that is a figure of the caches.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ from asyncmoe.messages import Admit, Message, Shutdown, Stats, StatsRequest, Tok
 from asyncmoe.rank import Rank
 from asyncmoe.sampling import SamplingParams
 
-WARM_TOKENS, TOKENS = 8, 40
+WARM_TOKENS, TOKENS = 16, 80
 
 
 class FrontEnd:
@@ -66,6 +71,16 @@ class FrontEnd:
         return self.reports
 
 
+SMALL = {
+    "num_hidden_layers": 8,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "moe_intermediate_size": 8,
+    "vocab_size": 1024,
+}
+
+
 async def measure(model: Path, rows: int) -> dict[str, float]:
     """Decode `rows` requests in step and attribute the loops' CPU time to steps."""
     config = Config.model_validate(
@@ -97,8 +112,10 @@ async def measure(model: Path, rows: int) -> dict[str, float]:
         home[f"{kind}_{part}_s"] for kind in ("expert", "head") for part in ("prepare", "finish")
     )
     return {
-        "attention_us": 1e6 * (home["loop_cpu_s"] - others_s) / home["attention_batches"],
-        "expert_us": 1e6 * far["loop_cpu_s"] / far["expert_batches"],
+        "attention_us": 1e6 * (home["loop_user_s"] - others_s) / home["attention_batches"],
+        "expert_us": 1e6 * far["loop_user_s"] / far["expert_batches"],
+        "attention_system_us": 1e6 * home["loop_system_s"] / home["attention_batches"],
+        "expert_system_us": 1e6 * far["loop_system_s"] / far["expert_batches"],
         "attention_rows": home["attention_rows"] / home["attention_batches"],
         "expert_rows": far["expert_rows"] / far["expert_batches"],
     }
@@ -106,11 +123,12 @@ async def measure(model: Path, rows: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", type=Path, help="directory with config.json; default: see above")
     parser.add_argument("--rows", default="16,64,256")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        model = write_config(Path(folder))
+        model = arguments.model or write_config(Path(folder), SMALL)
         results = {
             rows: {k: round(v, 1) for k, v in uvloop.run(measure(model, int(rows))).items()}
             for rows in arguments.rows.split(",")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -114,3 +116,15 @@ async def test_requests_fail_by_name_when_a_rank_with_experts_is_lost() -> None:
         await engine.ended(*ids)
         assert [engine.end[i] for i in ids] == ["failed", "failed"]
         assert all("rank 2 is lost" in engine.message[i] for i in ids)
+
+
+async def test_caches_are_freed_at_the_end_without_the_garbage_collector() -> None:
+    gc.disable()
+    try:
+        async with cluster(1, toymodel.checkpoint(), **SMALL) as engine:
+            (keys,) = {weakref.ref(layer["k"]) for layer in engine.ranks[0]._cache[:1]}
+            await engine.ended(engine.submit([1, 2, 3], max_tokens=4))
+            assert keys() is not None
+        assert keys() is None
+    finally:
+        gc.enable()

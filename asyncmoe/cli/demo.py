@@ -29,7 +29,9 @@ def add_parser(subparsers: Any) -> None:
         description="Start two ranks and an HTTP server on loopback, stream one answer of the "
         "built-in model to the terminal, show where its time went, and stop.",
     )
-    parser.add_argument("--prompt", default="Once upon a time", help="what the model continues")
+    parser.add_argument(
+        "--prompt", default="There was once a prince", help="what the model continues"
+    )
     parser.add_argument("--max-tokens", type=int, default=128, help="most new tokens")
     configflags.add_arguments(parser)
 
