@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
@@ -28,6 +30,7 @@ from asyncmoe.errors import CheckpointError, ConfigError, UnknownName
 from asyncmoe.model import LoadPlan, Model, ModelSpec
 
 BUILT_IN = Path(__file__).parent / "models"  # the built-in model NAME lies in the folder NAME
+SAMPLE_BYTES = 4096  # of each file, to tell checkpoints apart
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -37,6 +40,24 @@ _BUFFERS = re.compile(r"\.rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$")
 
 class WeightSource(ABC):
     """Parameters by name. Use it as a context manager, or call `close`."""
+
+    def __init__(self) -> None:
+        self._given_up = threading.Event()
+
+    def give_up(self) -> None:
+        """Let every `read` from now on, on any thread, raise `CheckpointError`. For an end that
+        comes while a thread loads."""
+        self._given_up.set()
+
+    def _go_on(self) -> None:
+        """To be called by each `read`."""
+        if self._given_up.is_set():
+            raise CheckpointError("loading was given up")
+
+    @abstractmethod
+    def identity(self) -> str:
+        """A short text that differs between sources of different numbers, found without reading
+        them all: equal text is no proof, but mistaken files differ."""
 
     @abstractmethod
     def expect(self, required: Iterable[str], optional: Collection[str] = ()) -> None:
@@ -51,7 +72,8 @@ class WeightSource(ABC):
         """The parameter, or some rows of its first dimension, in the checkpoint's own dtype.
 
         `shape` is that of the whole parameter. The memory is the caller's. Raises
-        `CheckpointError` for a missing parameter, a wrong shape or a dtype that is not a float.
+        `CheckpointError` for a missing parameter, a wrong shape, a dtype that is not a float, and
+        after `give_up`.
         """
 
     def close(self) -> None:  # noqa: B027 - not every source holds files
@@ -77,6 +99,7 @@ class SafetensorsSource(WeightSource):
     """
 
     def __init__(self, directory: Path, *, strict: bool = True) -> None:
+        super().__init__()
         self.directory, self.strict = directory, strict
         self._files: dict[str, Any] = {}  # safe_open handles by file name
         self._stack = ExitStack()
@@ -134,7 +157,21 @@ class SafetensorsSource(WeightSource):
             return ""
         return f"; config.json asks for {asked} layers, the checkpoint has {held}"
 
+    def identity(self) -> str:
+        """From each file's name, size and last bytes, which are numbers of some parameter."""
+        digest = hashlib.blake2b(digest_size=8)
+        for name in sorted(set(self._file_of.values())):
+            try:
+                with (self.directory / name).open("rb") as file:
+                    size = file.seek(0, os.SEEK_END)
+                    file.seek(max(0, size - SAMPLE_BYTES))
+                    digest.update(f"{name}/{size}/".encode() + file.read(SAMPLE_BYTES))
+            except OSError as error:
+                raise CheckpointError(f"{self.directory / name} cannot be read: {error}") from error
+        return f"safetensors {digest.hexdigest()}"
+
     def read(self, name: str, shape: tuple[int, ...], rows: slice | None = None) -> Tensor:
+        self._go_on()
         file = self._file_of.get(name)
         if file is None:
             raise CheckpointError(f"{self.directory}: missing parameter {name}")
@@ -172,12 +209,17 @@ class DummySource(WeightSource):
     """
 
     def __init__(self, *, seed: int = 0, std: float = 0.02) -> None:
+        super().__init__()
         self.seed, self.std = seed, std
 
     def expect(self, required: Iterable[str], optional: Collection[str] = ()) -> None:
         """There is nothing to check: any name can be made up."""
 
+    def identity(self) -> str:
+        return f"dummy seed={self.seed} std={self.std:g}"
+
     def read(self, name: str, shape: tuple[int, ...], rows: slice | None = None) -> Tensor:
+        self._go_on()
         if name.endswith("norm.weight"):
             whole = torch.ones(shape)
         elif name.endswith(".bias"):

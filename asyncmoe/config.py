@@ -93,7 +93,7 @@ class TransportConfig(Section):
 
     name: str | None = Field(None, description="Default: inproc for one rank, tcp for several")
     parcel_bytes: int = Field(64 << 20, ge=4096, description="Largest payload of one parcel")
-    message_bytes: int = Field(16 << 20, ge=4096, description="Largest control message")
+    message_bytes: int = Field(16 << 20, ge=1 << 20, description="Largest control message")
     window_rows: int = Field(
         4096, ge=1, description="Rows that an expert rank holds for one home rank (credits)"
     )
@@ -111,6 +111,9 @@ class SchedulerConfig(Section):
     )
 
 
+_LINGER = "A stage below its minimum runs anyway once its oldest row has waited this long"
+
+
 class BatchConfig(Section):
     """The batch policy: how many rows of a chosen stage run at once, and when a stage may run."""
 
@@ -120,9 +123,9 @@ class BatchConfig(Section):
     attention_min_rows: int = Field(1, ge=1, description="Rows for which an attention stage waits")
     expert_min_rows: int = Field(1, ge=1, description="Rows for which an expert stage waits")
     head_min_rows: int = Field(1, ge=1, description="Rows for which the head stage waits")
-    linger_ms: float = Field(
-        2.0, ge=0, description="A stage below its minimum runs anyway once its oldest row is older"
-    )
+    attention_linger_ms: float = Field(2.0, ge=0, description=_LINGER)
+    expert_linger_ms: float = Field(2.0, ge=0, description=_LINGER)
+    head_linger_ms: float = Field(2.0, ge=0, description=_LINGER)
 
     @model_validator(mode="after")
     def _minimum_fits_maximum(self) -> Self:
@@ -153,6 +156,9 @@ class EngineConfig(Section):
     max_requests: int = Field(256, ge=1, description="Requests in the layers at once, per home")
     queue_requests: int = Field(
         4096, ge=1, description="Requests that wait for admission, per home; more are refused"
+    )
+    request_timeout_s: float | None = Field(
+        None, gt=0, description="A request that takes longer ends with an error; default never"
     )
     slots: int = Field(2048, ge=1, description="Token slots (rows in the layers) per home rank")
 

@@ -39,4 +39,5 @@ class Device(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Finish what is queued and release threads and streams. Idempotent."""
+        """Finish what is queued, if that takes no more than seconds, and release threads and
+        streams. Idempotent."""

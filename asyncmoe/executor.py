@@ -44,7 +44,7 @@ class Stages(Protocol):
         """The scheduler, or something of the above, raised: nothing will run any more."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Running:
     step: Step
     after: list[Callable[[], None]] = field(default_factory=list)
@@ -99,9 +99,14 @@ class Executor:
             callback()
 
     def close(self) -> None:
-        """Start nothing more; what runs is let to its end by the device."""
-        self._closed = True
-        self._look_again(None)
+        """Start nothing more; what runs is let to its end by the device, and nobody hears of it.
+
+        Weights and caches are let go. Idempotent.
+        """
+        if not self._closed:
+            self._closed = True
+            self._look_again(None)
+            del self._stages
 
     def _pump(self) -> None:
         self._scheduled = False
@@ -156,13 +161,17 @@ class Executor:
         self._timer = None if when_s is None else self._loop.call_at(when_s, self.notify)
 
     def _break(self, error: Exception) -> None:
+        stages = self._stages
         self.close()
-        self._stages.broken(error)
+        stages.broken(error)
 
     def _done(self, running: _Running, timed: _Timed, future: asyncio.Future[Any]) -> None:
-        self._running.remove(running)
-        begin_s = time.thread_time()
         error = None if future.cancelled() else future.exception()
+        if self._closed:
+            return
+        first = self._running.popleft()
+        assert first is running  # a device works in order
+        begin_s = time.thread_time()
         try:
             if error is not None:
                 self._stages.failed(running.step, error)

@@ -6,6 +6,7 @@ admission, so nothing is ever preempted and no request in the layers waits for m
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from asyncmoe.messages import Admit, Ended, Message, TokensOut
 from asyncmoe.microqueue import Queues
 from asyncmoe.sampler import BAD_LOGITS, Sampled
 from asyncmoe.sampling import SamplingParams
-from asyncmoe.samplingtable import SamplingTable
+from asyncmoe.samplingtable import GO_ON, STOP, SamplingTable
 from asyncmoe.stage import StageChain
 from asyncmoe.steps import AttentionResult, AttentionStep, HeadStep, Rows
 from asyncmoe.tokentable import TokenTable
@@ -47,6 +48,7 @@ class Host(Protocol):
 
 
 _FINISH = (None, "stop", "length")
+_TOKENS_PER_MESSAGE = 512  # with 20 logprobs each they stay below the least message limit
 _MOST_CHUNKS = 4  # of one request in the layers, so that a long prompt leaves slots to others
 
 
@@ -59,6 +61,7 @@ class Request:
     params: SamplingParams
     limit: int  # most new tokens
     blocks: int
+    deadline_s: float  # loop time
     row: int = NONE
     injected: int = 0  # prompt positions that have entered the layers
     chunks: list[int] = field(default_factory=list)  # in the layers, in order
@@ -119,6 +122,10 @@ class Home:
         except RequestError as error:
             self._host.emit(Ended(message.request_id, "refused", str(error), error.parameter))
             return
+        if len(self._waiting) >= self._config.queue_requests:
+            full = f"{len(self._waiting)} requests wait already; try again later"
+            self._host.emit(Ended(message.request_id, "overloaded", full))
+            return
         self._by_id[request.request_id] = request
         self._waiting.append(request)
         self.pump()
@@ -150,9 +157,9 @@ class Home:
                 f"{self.pool.block_tokens} tokens; the pool has {self.pool.blocks}",
                 "prompt",
             )
-        if len(self._waiting) >= self._config.queue_requests:
-            raise RequestError(f"{len(self._waiting)} requests wait already; try again later")
-        return Request(message.request_id, prompt, params, limit, blocks)
+        timeout_s = self._config.request_timeout_s
+        deadline_s = math.inf if timeout_s is None else self._host.now_s() + timeout_s
+        return Request(message.request_id, prompt, params, limit, blocks, deadline_s)
 
     def pump(self) -> None:
         """Admit what fits, in order, and put prefill chunks into the layers while slots last.
@@ -298,21 +305,19 @@ class Home:
         finish = self.sampling.finished(rows, tokens)
         for chunk in chunks[self._decode_chunk[rows] == NONE].tolist():
             self._begin_decode(chunk)
-        going = finish == 0
+        going = finish == GO_ON
         self._next_step(rows[going], tokens[going])
         requests = [request for request in map(self._by_row.__getitem__, rows.tolist()) if request]
         logprobs: list[list[Any] | None] = [None] * len(sampled.tokens)
         if sampled.logprobs is not None:
             logprobs = sampled.logprobs.as_lists(len(sampled.tokens))
-        self._host.emit(
-            TokensOut(
-                [request.request_id for request in requests],
-                tokens.tolist(),
-                [_FINISH[code] for code in finish.tolist()],
-                (finish == 1).tolist(),
-                [logprobs[i] for i in keep.tolist()],
+        ids, stops = [request.request_id for request in requests], (finish == STOP).tolist()
+        reasons, reported = [_FINISH[code] for code in finish.tolist()], [logprobs[i] for i in keep]
+        for first in range(0, len(ids), _TOKENS_PER_MESSAGE):
+            at = slice(first, first + _TOKENS_PER_MESSAGE)
+            self._host.emit(
+                TokensOut(ids[at], tokens[at].tolist(), reasons[at], stops[at], reported[at])
             )
-        )
         for i in np.flatnonzero(~going).tolist():
             self._leave_layers(requests[i])
             self._free_memory(requests[i])
@@ -336,6 +341,14 @@ class Home:
         self._enqueue(chunks)
 
     # ---- the end
+
+    def expire(self) -> None:
+        """End the requests that have taken longer than `engine.request_timeout_s`."""
+        now_s = self._host.now_s()
+        for request in [r for r in self._by_id.values() if r.deadline_s <= now_s]:
+            limit_s = self._config.request_timeout_s
+            reason = f"it took longer than engine.request_timeout_s = {limit_s}"
+            self.end(request.request_id, "failed", reason)
 
     def end(self, request_id: int, reason: str, message: str = "") -> None:
         """End a request early ("aborted" or "failed"). An unknown id is ignored: it is over.

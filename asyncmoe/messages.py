@@ -68,13 +68,24 @@ class TokensOut:
 class Ended:
     """Home rank -> front end: the request ended without (more) tokens.
 
-    `reason` is "refused" (it can never fit), "failed" (say why) or "aborted".
+    `reason` is "refused" (it can never fit), "overloaded" (too many wait; it may be tried again),
+    "failed" (say why) or "aborted".
     """
 
     request_id: int
     reason: str
     message: str
     parameter: str | None = None
+
+
+@dataclass(slots=True)
+class Unable:
+    """Home rank -> front end: no request can run here any more, for example since a link is lost.
+
+    Requests that run or wait there are ended one by one, by `TokensOut` or `Ended`.
+    """
+
+    reason: str
 
 
 @dataclass(slots=True)
@@ -96,7 +107,18 @@ class Shutdown:
     reason: str
 
 
-Message = Admit | Abort | Discard | Credit | TokensOut | Ended | StatsRequest | Stats | Shutdown
+Message = (
+    Admit
+    | Abort
+    | Discard
+    | Credit
+    | TokensOut
+    | Ended
+    | Unable
+    | StatsRequest
+    | Stats
+    | Shutdown
+)
 _ADAPTERS: dict[str, TypeAdapter[Any]] = {t.__name__: TypeAdapter(t) for t in get_args(Message)}
 
 

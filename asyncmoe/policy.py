@@ -18,13 +18,13 @@ class BatchPolicy:
 
     max_rows: NDArray[np.int64]  # [stages]: most rows of a batch
     min_rows: NDArray[np.int64]  # [stages]: rows for which the stage waits
-    linger_s: float  # longest such wait of a row
+    linger_s: NDArray[np.float64]  # [stages]: longest such wait of a row
 
     def __init__(self, config: BatchConfig, chain: StageChain) -> None:
         limits = [_limits(config, chain.kind(stage)) for stage in range(len(chain))]
-        self.min_rows = np.array([least for least, _ in limits], np.int64)
-        self.max_rows = np.array([most for _, most in limits], np.int64)
-        self.linger_s = config.linger_ms / 1000
+        self.min_rows = np.array([least for least, _, _ in limits], np.int64)
+        self.max_rows = np.array([most for _, most, _ in limits], np.int64)
+        self.linger_s = np.array([linger_ms for _, _, linger_ms in limits], np.float64) / 1000
         self._waits = bool((self.min_rows > 1).any())
 
     def runnable(
@@ -52,13 +52,13 @@ class BatchPolicy:
         lingering = (rows > 0) & (rows < self.min_rows)
         if not lingering.any():
             return None
-        return float(oldest_s[lingering].min() + self.linger_s)
+        return float((oldest_s + self.linger_s)[lingering].min())
 
 
-def _limits(config: BatchConfig, kind: Kind) -> tuple[int, int]:
-    """Minimum and maximum rows of a batch of this kind."""
-    return {
-        Kind.ATTENTION: (config.attention_min_rows, config.attention_max_rows),
-        Kind.EXPERT: (config.expert_min_rows, config.expert_max_rows),
-        Kind.HEAD: (config.head_min_rows, config.head_max_rows),
-    }[kind]
+def _limits(config: BatchConfig, kind: Kind) -> tuple[int, int, float]:
+    """Minimum rows, maximum rows and linger in ms of this kind."""
+    name = kind.name.lower()
+    least, most, linger_ms = (
+        getattr(config, f"{name}_{key}") for key in ("min_rows", "max_rows", "linger_ms")
+    )
+    return least, most, linger_ms

@@ -6,21 +6,22 @@ import asyncio
 import logging
 import resource
 import sys
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncmoe.agreement import agree, fingerprint
 from asyncmoe.checkpoint import Checkpoint, open_checkpoint
 from asyncmoe.config import Config
+from asyncmoe.deadline import Deadline
 from asyncmoe.device import Device
 from asyncmoe.dispatcher import Dispatcher
 from asyncmoe.errors import AsyncMoeError, PeerLost, ProtocolError
-from asyncmoe.executor import Executor, Step
-from asyncmoe.frontend.world import World
+from asyncmoe.executor import Executor
 from asyncmoe.home import Home
 from asyncmoe.kvcache import BlockPool, cache_tensors, pool_blocks
 from asyncmoe.messages import (
@@ -44,20 +45,16 @@ from asyncmoe.receptor import Receptor
 from asyncmoe.registry import find, make_scheduler
 from asyncmoe.samplingtable import SamplingTable
 from asyncmoe.scheduler import SchedulerContext
-from asyncmoe.stage import Kind, StageChain
+from asyncmoe.stage import StageChain
+from asyncmoe.stages import RankStages
 from asyncmoe.stats import RankTimes
-from asyncmoe.steps import (
-    AttentionStep,
-    ExpertStep,
-    HeadStep,
-    expert_step,
-    gather_rows,
-)
 from asyncmoe.tokentable import TokenTable
 from asyncmoe.transport import Arrival, Directory, Limits, Transport, TransportContext
+from asyncmoe.world import World
 
 log = logging.getLogger(__name__)
 
+DISCARD_SLOTS = 16384  # in one message, which has room for more
 FRONT_END = 0  # the rank whose process hosts the front end
 
 # The compute thread gives the GIL up around every kernel and must get it back soon, even while the
@@ -92,18 +89,21 @@ class Rank:
 
     # ---- start and end
 
-    async def start(self) -> None:
-        """Load what the placement needs, connect to all ranks. Raises what goes wrong there."""
+    async def start(self, deadline: Deadline | None = None) -> None:
+        """Load what the placement needs, connect to all ranks. Raises what goes wrong there.
+
+        `deadline`: of a start-up that began earlier; by default `cluster.start_timeout_s` from now.
+        """
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._loop = asyncio.get_running_loop()
         self.stopped = self._loop.create_future()
         try:
-            await self._load_and_connect()
+            await self._load_and_connect(deadline or Deadline(self.config.cluster.start_timeout_s))
         except BaseException:
             await self.close()
             raise
 
-    async def _load_and_connect(self) -> None:
+    async def _load_and_connect(self, deadline: Deadline) -> None:
         config = self.config
         checkpoint = self._checkpoint or open_checkpoint(config.model)
         self.spec = spec = checkpoint.spec
@@ -111,16 +111,38 @@ class Rank:
         self.placement = make_placement(
             config.placement, self.world, len(spec.moe_layers), spec.experts
         )
+        marks = fingerprint(config, spec, checkpoint, self.placement)
+        await agree(self._directory, self.rank, self.world, marks, deadline.left_s)
         blocks = pool_blocks(config.kv, spec, config.engine.max_requests)
         self.kv_blocks_of = dict.fromkeys(self.placement.home_ranks, blocks)
         self.device: Device = find("devices", config.device.name)(config.device.threads or 1)
         self._resources.push_async_callback(self.device.close)
-        self.model: Model = await self.device.submit(partial(self._load, checkpoint))
+        self._resources.callback(checkpoint.source.give_up)
+        try:
+            async with asyncio.timeout(deadline.left_s) as limit:
+                self.model: Model = await self.device.submit(partial(self._load, checkpoint))
+        except TimeoutError:
+            if not limit.expired():
+                raise  # a disk's, for example
+            raise TimeoutError(
+                f"rank {self.rank} has not loaded the model after cluster.start_timeout_s, "
+                f"{deadline.timeout_s:g} s"
+            ) from None
         self._resources.callback(self._drop_tensors)
-        self._build(blocks)
+        self._build(blocks, deadline)
         self._resources.push_async_callback(self.transport.close)
         self._resources.callback(self.executor.close)
         await self.transport.start(self)
+        if self.home is not None and config.engine.request_timeout_s is not None:
+            self._expire_requests(self.home, config.engine.request_timeout_s)
+
+    def _expire_requests(self, home: Home, timeout_s: float) -> None:
+        """End requests that are over their time; looks again often enough for it to be kept."""
+        if not self._closing:
+            home.expire()
+            self.executor.notify()
+            period_s = min(1.0, timeout_s / 10)
+            self._loop.call_later(period_s, self._expire_requests, home, timeout_s)
 
     def _drop_tensors(self) -> None:
         """Free weights and caches now: rank, home and callbacks refer to each other, so that the
@@ -138,7 +160,7 @@ class Rank:
                 self.device.torch_device,
             )
 
-    def _build(self, blocks: int) -> None:
+    def _build(self, blocks: int, deadline: Deadline) -> None:
         config, spec = self.config, self.spec
         per_expert = config.engine.combine == "per_expert"
         self.queues = Queues(self.chain)
@@ -151,7 +173,7 @@ class Rank:
             experts=max(1, spec.experts),
             hidden=spec.hidden,
         )
-        self.transport = self._make_transport(limits)
+        self.transport = self._make_transport(limits, deadline)
         self._dispatcher = Dispatcher(
             self.rank,
             self.placement,
@@ -162,29 +184,44 @@ class Rank:
             config.transport.window_rows,
             per_expert,
         )
+        # A dispatch row stands for all pairs of its token on this rank, so rows are tokens already.
         scheduler = make_scheduler(config.scheduler, SchedulerContext(self.chain, fanout=1.0))
         policy = BatchPolicy(config.batch, self.chain)
-        self.executor = Executor(self.queues, scheduler, policy, self.device, self, self.times)
         self.home = self._make_home(blocks, per_expert)
-        self._local = np.where(
+        local = np.where(
             self.placement.owner == self.rank, self.placement.local.astype(np.int64), -1
         )
-        self._local_experts = (self._local >= 0).sum(1).tolist()
         self._receptor = Receptor(
             self.rank,
             self.chain,
-            self._local,
+            local,
             spec.dtype,
             self.queues,
             self._dispatcher,
             self.home,
-            self.executor.notify,
+            self._notify,
             self._loop.time,
             config.transport.window_rows,
             self.times,
         )
+        stages = RankStages(
+            self.model,
+            self.chain,
+            self.queues,
+            local,
+            per_expert=per_expert,
+            home=self.home,
+            cache=self._cache,
+            dispatcher=self._dispatcher,
+            receptor=self._receptor,
+            fatal=self._stop,
+        )
+        self.executor = Executor(self.queues, scheduler, policy, self.device, stages, self.times)
 
-    def _make_transport(self, limits: Limits) -> Transport:
+    def _notify(self) -> None:
+        self.executor.notify()
+
+    def _make_transport(self, limits: Limits, deadline: Deadline) -> Transport:
         config = self.config
         name = config.transport.name or ("inproc" if self.world == 1 else "tcp")
         return find("transports", name)(
@@ -196,7 +233,7 @@ class Rank:
                 device=self.device.torch_device,
                 token=config.cluster.token.encode(),
                 bind_host=config.cluster.bind_host,
-                start_timeout_s=config.cluster.start_timeout_s,
+                start_timeout_s=deadline.left_s,
                 peer_timeout_s=config.cluster.peer_timeout_s,
                 options=config.transport.options,
             )
@@ -285,11 +322,6 @@ class Rank:
             self._receptor.left(source, rows)
             self.send(source, Credit(rows))
 
-    @property
-    def outstanding_credits(self) -> int:
-        """Rows that this rank sent to experts elsewhere and whose credits are not back."""
-        return self._dispatcher.outstanding_rows
-
     def stats(self) -> dict[str, Any]:
         """Counters and gauges of this rank by name."""
         cpu = resource.getrusage(resource.RUSAGE_THREAD)
@@ -302,6 +334,7 @@ class Rank:
             "sent_parcels": self._dispatcher.sent_parcels,
             "sent_bytes": self._dispatcher.sent_bytes,
             "outbox_rows": self._dispatcher.waiting_rows,
+            "outstanding_rows": self._dispatcher.outstanding_rows,
             "decisions": self.queues.decision,
             "queued_rows": int(self.queues.rows.sum()),
             "weight_bytes": self.model.weight_bytes(),
@@ -325,13 +358,26 @@ class Rank:
         """See `Receiver`."""
         if self._closing:
             arrival.release()
-        else:
+            return
+        with self._fatal_faults("a parcel", arrival.source):
             self._receptor.take(arrival)
+
+    @contextmanager
+    def _fatal_faults(self, what: str, source: int) -> Iterator[None]:
+        """A fault of ours while rows are taken in would leave their requests waiting for ever."""
+        try:
+            yield
+        except ProtocolError:
+            raise  # the peer's fault, which costs it the connection
+        except Exception as error:
+            log.exception("rank %d failed on %s of rank %d", self.rank, what, source)
+            self._stop(AsyncMoeError(f"it failed on {what} of rank {source}: {error}"))
 
     def on_message(self, source: int, message: bytes) -> None:
         """See `Receiver`."""
         if not self._closing:
-            self._handle(source, decode(message))
+            with self._fatal_faults("a message", source):
+                self._handle(source, decode(message))
 
     def on_peer_lost(self, peer: int, error: Exception) -> None:
         """See `Receiver`. Requests that cannot go on without the peer end with its name."""
@@ -367,95 +413,17 @@ class Rank:
         """See `Host`."""
         self._dispatcher.discard(slots.astype(np.uint32), epochs)
         self.queues.discard(self.rank, slots.astype(np.uint32), epochs)
-        note = encode(Discard(slots.tolist(), epochs.tolist()))
-        for peer in np.unique(self.placement.owner).tolist():
-            if peer != self.rank:
-                try:
-                    self.transport.send(peer, note)
-                except PeerLost as error:
-                    log.debug("no discard: %s", error)
+        for first in range(0, len(slots), DISCARD_SLOTS):
+            some = slice(first, first + DISCARD_SLOTS)
+            note = encode(Discard(slots[some].tolist(), epochs[some].tolist()))
+            for peer in np.unique(self.placement.owner).tolist():
+                if peer != self.rank:
+                    with suppress(PeerLost):  # nothing of it will come back
+                        self.transport.send(peer, note)
 
     def after_running(self, callback: Callable[[], None]) -> None:
         """See `Host`."""
         self.executor.after_running(callback)
-
-    # ---- what the executor calls (executor.Stages)
-
-    def prepare(self, stage: int, max_rows: int) -> Step:
-        """See `Stages`."""
-        kind, layer = self.chain.kind(stage), self.chain.layer(stage)
-        if kind is Kind.EXPERT:
-            return expert_step(
-                self.model,
-                stage,
-                layer,
-                self.queues.take_rows(stage, max_rows),
-                self._local[layer],
-                self._local_experts[layer],
-                self.config.engine.combine == "per_expert",
-            )
-        assert self.home is not None
-        table = self.home.table
-        rows = gather_rows(self.home, self.queues.take_chunks(stage, max_rows))
-        if kind is Kind.ATTENTION:
-            tokens = table.token[rows.slots] if layer == 0 else rows.slots[:0]
-            return AttentionStep(stage, layer, rows, tokens, self.model, table, self._cache)
-        sampled = np.flatnonzero(self.home.chunks.samples[rows.chunks])
-        requests = self.home.chunks.request[rows.chunks[sampled]]
-        return HeadStep(
-            stage,
-            rows,
-            table.token[rows.slots],
-            sampled,
-            self.home.sampling.batch(requests),
-            self.model,
-            table,
-            self._cache,
-        )
-
-    def finish(self, step: Step, result: Any) -> None:
-        """See `Stages`."""
-        if self._closing:
-            return
-        match step:
-            case AttentionStep():
-                assert self.home is not None
-                slots, result = self.home.leave_attention(step, result)
-                if len(slots):
-                    local = self._dispatcher.dispatch(
-                        step.stage + 1, self.home.table, slots, result
-                    )
-                    if local is not None:
-                        self._receptor.put_local(local)
-                self.home.pump()
-            case HeadStep():
-                assert self.home is not None
-                self.home.leave_head(step, result)
-            case ExpertStep():
-                for parcel in self._dispatcher.combine(step, result):
-                    assert self.home is not None
-                    self.home.take_in(parcel)
-                for segment in step.segments:
-                    segment.hold.read(segment.parcel.rows)
-                    self._receptor.left(segment.source, segment.parcel.rows)
-
-    def failed(self, step: Step, error: BaseException) -> None:
-        """See `Stages`: an expert batch belongs to others, so its failure is this rank's."""
-        log.error("stage %s failed", self.chain.name(step.stage), exc_info=error)
-        if isinstance(step, ExpertStep):
-            self._stop(AsyncMoeError(f"{self.chain.name(step.stage)} failed: {error}"))
-            return
-        assert self.home is not None
-        rows = step.rows
-        reason = f"{self.chain.name(step.stage)} failed: {error}"
-        for chunk in rows.chunks[rows.alive(self.home.table)].tolist():
-            self.home.end(self.home.request_of(chunk), "failed", reason)
-
-    def broken(self, error: Exception) -> None:
-        """See `Stages`."""
-        log.error("the executor stopped", exc_info=error)
-        name = self.config.scheduler.name
-        self._stop(AsyncMoeError(f"the executor stopped (scheduler {name}): {error}"))
 
     def _stop(self, error: Exception | None) -> None:
         if self.stopped.done():
@@ -467,10 +435,15 @@ class Rank:
             self.on_rank_lost(self.rank, error)
 
 
-async def run_rank(config: Config, world: World, directory: Directory) -> None:
-    """Be a rank other than the front end's until it is told to stop. Raises what ends it early."""
+async def run_rank(
+    config: Config, world: World, directory: Directory, deadline: Deadline | None = None
+) -> None:
+    """Be a rank other than the front end's until it is told to stop. Raises what ends it early.
+
+    `deadline`: as for `Rank.start`.
+    """
     rank = Rank(config, world, directory)
-    await rank.start()
+    await rank.start(deadline)
     log.info("rank %d of %d is ready", world.rank, world.size)
     try:
         await rank.stopped

@@ -39,6 +39,7 @@ class TokenTable:
         self.parts = torch.zeros(slots * max_parts, hidden, dtype=dtype, device=device)
         self.dropped_rows = 0  # combine rows that were stale, repeated or out of range
         self._scratch = np.empty(slots, np.int64)
+        self._place_scratch = np.empty(slots * max_parts, np.int64)
         self._free = np.arange(slots - 1, -1, -1, dtype=np.int64)
         self.free_slots = slots
 
@@ -92,7 +93,12 @@ class TokenTable:
         good &= (self.open[index] & bit) != 0
         if not good.all():
             return self._accept_some(good, stage, slot, epoch, part, payload)
-        self.parts.index_copy_(0, torch.from_numpy(index * self.max_parts + part), payload)
+        place = index * self.max_parts + part
+        if len(distinct(place, self._place_scratch)) < len(place):
+            first = np.zeros(len(place), np.bool_)
+            first[np.unique(place, return_index=True)[1]] = True
+            return self._accept_some(first, stage, slot, epoch, part, payload)
+        self.parts.index_copy_(0, torch.from_numpy(place), payload)
         np.bitwise_and.at(self.open, index, ~bit)
         return distinct(index[self.open[index] == 0], self._scratch)
 

@@ -88,7 +88,12 @@ async def measure(model: Path, rows: int) -> dict[str, float]:
             "model": {"name": str(model), "load_format": "dummy", "dtype": "float32"},
             "cluster": {"ranks": 2},
             "transport": {"name": "tcp"},
-            "batch": {"attention_min_rows": rows, "head_min_rows": rows, "linger_ms": 500},
+            "batch": {
+                "attention_min_rows": rows,
+                "attention_linger_ms": 500,
+                "head_min_rows": rows,
+                "head_linger_ms": 500,
+            },
             "engine": {"max_requests": rows, "slots": 2048},
             "log": {"level": "warning"},
         }

@@ -34,7 +34,7 @@ contain it.)
 
 In rows: a row behind n others of its stage, where a batch takes B rows or all that there are, is
 served within ceil((n + 1) / B) (T + m - 1) decisions: each batch of its stage takes the oldest B.
-Where the batch policy has minima above 1 the count starts at most `linger_ms` after the row joined,
+Where the batch policy has minima above 1 the count starts at most its linger after the row joined,
 since its stage stays runnable from then on. A stage whose rows are cancelled until it is no longer
 runnable starts anew.
 """

@@ -11,10 +11,10 @@ from typing import Any
 
 from asyncmoe.config import Config
 from asyncmoe.directory import MemoryDirectory
-from asyncmoe.frontend.world import World
 from asyncmoe.messages import Abort, Admit, Ended, Message, TokensOut
 from asyncmoe.rank import Rank
 from asyncmoe.sampling import SamplingParams
+from asyncmoe.world import World
 
 
 class Cluster:
@@ -78,7 +78,7 @@ class Cluster:
 def idle(rank: Rank) -> bool:
     """Whether the rank holds nothing of any request."""
     stats = rank.stats()
-    held = stats["queued_rows"] + stats["outbox_rows"] + rank.outstanding_credits
+    held = stats["queued_rows"] + stats["outbox_rows"] + stats["outstanding_rows"]
     if rank.home is not None:
         held += stats["running_requests"] + stats["waiting_requests"] + stats["chunks"]
         held += stats["slots"] - stats["free_slots"] + stats["kv_blocks"] - stats["free_kv_blocks"]

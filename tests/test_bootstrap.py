@@ -22,11 +22,11 @@ from asyncmoe.frontend.bootstrap import (
 from asyncmoe.frontend.launch import form_cluster
 from asyncmoe.frontend.world import (
     Rendezvous,
-    World,
     detect_world,
     fit_to_world,
     world_variables,
 )
+from asyncmoe.world import World
 
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -206,7 +206,7 @@ async def test_host_stays_until_the_others_have_read_the_failure() -> None:
 
 async def test_ranks_on_loopback_agree_on_a_token_of_their_own() -> None:
     async with directories(2) as (zero, one):
-        tokens = await asyncio.gather(*(agree_on_token(ClusterConfig(), d) for d in (one, zero)))
+        tokens = await asyncio.gather(*(agree_on_token(ClusterConfig(), d, 5.0) for d in (one, zero)))
 
         assert tokens[0] == tokens[1]
         assert len(tokens[0]) >= 32

@@ -128,3 +128,21 @@ async def test_caches_are_freed_at_the_end_without_the_garbage_collector() -> No
         assert keys() is None
     finally:
         gc.enable()
+
+
+async def test_request_over_its_time_ends_by_name_and_leaves_nothing() -> None:
+    config = sections(engine={"request_timeout_s": 0.05})
+    async with cluster(2, toymodel.checkpoint(toymodel.spec(context=4096)), **config) as engine:
+        slow = engine.submit([1, 2, 3], max_tokens=200)
+        await engine.ended(slow)
+        assert engine.end[slow] == "failed"
+        assert "engine.request_timeout_s = 0.05" in engine.message[slow]
+        await engine.settled()
+
+
+async def test_request_beyond_the_waiting_queue_is_told_to_come_later() -> None:
+    config = sections(engine={"queue_requests": 1}, kv={"blocks": 8})
+    async with cluster(1, toymodel.checkpoint(), **config) as engine:
+        ids = [engine.submit([1, 2, 3], max_tokens=25) for _ in range(3)]
+        await engine.ended(*ids)
+        assert [engine.end[i] for i in ids] == ["length", "length", "overloaded"]

@@ -119,7 +119,7 @@ async def test_arrivals_of_one_turn_of_the_loop_are_one_batch() -> None:
 
 
 async def test_a_stage_below_its_minimum_runs_once_it_has_lingered() -> None:
-    async with bench(attention_min_rows=3, linger_ms=40.0) as b:
+    async with bench(attention_min_rows=3, attention_linger_ms=40.0) as b:
         begin_s = time.monotonic()
         b.put(0)
         await b.until(lambda: b.log != [])
@@ -208,7 +208,7 @@ async def test_a_fault_while_a_result_is_taken_in_is_reported() -> None:
 
 
 async def test_a_closed_executor_starts_nothing() -> None:
-    async with bench(attention_min_rows=2, linger_ms=5.0) as b:
+    async with bench(attention_min_rows=2, attention_linger_ms=5.0) as b:
         b.put(0)
         await asyncio.sleep(0)
         b.executor.close()

@@ -246,7 +246,7 @@ async def test_a_cancelled_request_whose_rows_are_away_lets_the_next_one_in() ->
     # rows come back as a credit and not as a combine parcel.
     config = sections(
         engine={"max_requests": 1},
-        batch={"expert_min_rows": 1000, "linger_ms": 300.0},
+        batch={"expert_min_rows": 1000, "expert_linger_ms": 300.0},
         placement={"roles": ["attention", "expert"]},
         transport={"name": "inproc"},
     )

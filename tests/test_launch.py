@@ -25,7 +25,8 @@ from asyncmoe.errors import RankFailed
 from asyncmoe.frontend.bootstrap import with_token
 from asyncmoe.frontend.launch import form_cluster
 from asyncmoe.frontend.localranks import LocalRanks
-from asyncmoe.frontend.world import Rendezvous, World, fit_to_world
+from asyncmoe.frontend.world import Rendezvous, fit_to_world
+from asyncmoe.world import World
 
 MEETING = Rendezvous("127.0.0.1", 29500, "test", agent_hosts=False)
 REPORT = "import os, sys; line = sys.stdin.readline();"

@@ -13,7 +13,7 @@ from asyncmoe.stage import Kind, StageChain
 CHAIN = StageChain(2)
 UNEQUAL = BatchConfig(
     attention_min_rows=3, expert_min_rows=8, head_min_rows=1, attention_max_rows=64,
-    expert_max_rows=256, head_max_rows=16, linger_ms=2.0,
+    expert_max_rows=256, head_max_rows=16, attention_linger_ms=2.0, expert_linger_ms=5.0,
 )  # fmt: skip
 
 
@@ -45,8 +45,10 @@ def test_a_stage_may_run_with_its_minimum_or_after_its_linger(
 ) -> None:
     policy = BatchPolicy(UNEQUAL, CHAIN)
     least = {Kind.ATTENTION: 3, Kind.EXPERT: 8, Kind.HEAD: 1}
+    linger_s = {Kind.ATTENTION: 0.002, Kind.EXPERT: 0.005, Kind.HEAD: 0.002}
     expected = [
-        rows[s] >= least[CHAIN.kind(s)] or (rows[s] > 0 and oldest_s[s] + 0.002 <= now_s)
+        rows[s] >= least[CHAIN.kind(s)]
+        or (rows[s] > 0 and oldest_s[s] + linger_s[CHAIN.kind(s)] <= now_s)
         for s in range(5)
     ]
     assert policy.runnable(*columns(rows, oldest_s), now_s).tolist() == expected

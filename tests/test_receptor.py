@@ -90,7 +90,7 @@ async def test_stray_combine_rows_are_counted_dropped_and_their_lease_returned()
 
 
 async def test_a_dispatch_lease_is_returned_only_after_its_last_row_was_read() -> None:
-    config = {**APART, "batch": {"expert_min_rows": 2, "linger_ms": 20.0}}
+    config = {**APART, "batch": {"expert_min_rows": 2, "expert_linger_ms": 20.0}}
     async with cluster(2, toymodel.checkpoint(), transport={"name": "inproc"}, **config) as engine:
         expert = engine.ranks[1]
         engine.ranks[0]._dispatcher._outboxes[1].window.take(1)  # as if it had sent the row

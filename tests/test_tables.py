@@ -58,9 +58,24 @@ def test_late_combine_row_dies_on_its_epoch() -> None:
 def test_repeated_part_never_completes_a_token() -> None:
     table, slots = table_waiting_for(2)
     assert arrive(table, int(slots[0]), 0, 1, 1) == []
-    assert arrive(table, int(slots[0]), 0, 1) == []
     assert table.dropped_rows == 1
+    assert arrive(table, int(slots[0]), 0, 1) == []
+    assert table.dropped_rows == 2
     assert arrive(table, int(slots[0]), 0, 0) == slots.tolist()
+
+
+def test_of_a_part_repeated_in_one_parcel_the_first_row_counts() -> None:
+    table, slots = table_waiting_for(1)
+    done = table.accept(
+        STAGE,
+        np.array([slots[0]] * 2, np.uint32),
+        np.zeros(2, np.uint32),
+        np.zeros(2, np.uint8),
+        torch.tensor([[5.0, 5.0], [9.0, 9.0]]),
+    )
+    assert done.tolist() == slots.tolist()
+    assert table.dropped_rows == 1
+    assert table.merge(torch.from_numpy(slots), np.array([1])).tolist() == [[6.0, 7.0]]
 
 
 def test_row_of_an_earlier_layer_or_out_of_range_is_dropped() -> None:

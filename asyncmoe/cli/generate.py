@@ -15,8 +15,8 @@ from asyncmoe.cli.untilsignal import run_until_signal
 from asyncmoe.config import Config
 from asyncmoe.errors import RequestFailed
 from asyncmoe.frontend.engine import AsyncEngine
-from asyncmoe.frontend.generation import Prompt
 from asyncmoe.frontend.output import RequestOutput
+from asyncmoe.frontend.prompts import Prompt
 from asyncmoe.sampling import SamplingParams
 
 

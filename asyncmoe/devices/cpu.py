@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import queue
 import threading
 import time
@@ -14,6 +16,8 @@ import torch
 from asyncmoe.device import Device
 
 T = TypeVar("T")
+CLOSE_TIMEOUT_S = 2.0  # well within cluster.shutdown_timeout_s, after which processes are killed
+_LOG = logging.getLogger(__name__)
 _Item = tuple[Callable[[], Any], asyncio.Future[Any]]
 
 
@@ -40,10 +44,16 @@ class CpuDevice(Device):
         return self._busy_s
 
     async def close(self) -> None:
-        """Let queued work finish, then end the thread."""
+        """Let queued work finish, then end the thread.
+
+        Work that takes longer than `CLOSE_TIMEOUT_S` cannot be stopped: it is left to the daemon
+        thread, whose results nobody gets.
+        """
         if self._thread.is_alive():
             self._queue.put(None)
-            await asyncio.to_thread(self._thread.join)
+            await asyncio.to_thread(self._thread.join, CLOSE_TIMEOUT_S)
+            if self._thread.is_alive():
+                _LOG.warning("the compute thread is still busy after %g s", CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
         torch.set_num_threads(self.threads)
@@ -60,7 +70,9 @@ class CpuDevice(Device):
                 except BaseException as error:  # a panic in an extension must not end the thread
                     failure = error
                 self._busy_s += time.perf_counter() - begin_s
-                future.get_loop().call_soon_threadsafe(_settle, future, result, failure)
+                # A closed loop has left this thread behind, see `close`.
+                with contextlib.suppress(RuntimeError):
+                    future.get_loop().call_soon_threadsafe(_settle, future, result, failure)
                 del item, work, future, result, failure  # nothing of a batch outlives it here
 
 

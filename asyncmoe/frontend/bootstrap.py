@@ -26,7 +26,8 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, not mar
 
 from asyncmoe.config import ClusterConfig, Config, is_loopback
 from asyncmoe.errors import ConfigError, RankFailed
-from asyncmoe.frontend.world import Rendezvous, World
+from asyncmoe.frontend.world import Rendezvous
+from asyncmoe.world import World
 
 T = TypeVar("T")
 FAILURE_KEY = "failure"
@@ -183,7 +184,9 @@ def make_token() -> str:
     return secrets.token_urlsafe(32)
 
 
-async def agree_on_token(cluster: ClusterConfig, directory: StoreDirectory) -> str:
+async def agree_on_token(
+    cluster: ClusterConfig, directory: StoreDirectory, timeout_s: float
+) -> str:
     """The token that all ranks use: the configured one, or one that rank 0 makes up.
 
     A token is made up only if all sockets are on loopback, since whoever can reach the store can
@@ -195,7 +198,7 @@ async def agree_on_token(cluster: ClusterConfig, directory: StoreDirectory) -> s
         raise ConfigError(f"cluster.token must be set when bind_host is {cluster.bind_host!r}")
     if directory.world.rank == 0:
         directory.publish("token", make_token())
-    return await directory.lookup("token", cluster.start_timeout_s)
+    return await directory.lookup("token", timeout_s)
 
 
 def with_token(config: Config, token: str) -> Config:

@@ -6,16 +6,17 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from asyncmoe.checkpoint import open_checkpoint
 from asyncmoe.config import Config
-from asyncmoe.errors import PeerLost, RequestError, RequestFailed
-from asyncmoe.frontend.admission import Admission, Booking, Unavailable
-from asyncmoe.frontend.generation import Generation, Prompt
+from asyncmoe.errors import PeerLost, ProtocolError, RequestError, RequestFailed
+from asyncmoe.frontend.admission import Admission, Booking, Overloaded, Unavailable
+from asyncmoe.frontend.generation import Generation
 from asyncmoe.frontend.output import FinishReason, Transcript
+from asyncmoe.frontend.prompts import Prompt, encode_prompts
 from asyncmoe.frontend.startup import start_ranks
 from asyncmoe.frontend.stream import RequestStream
 from asyncmoe.frontend.textstream import TextStream
@@ -29,14 +30,13 @@ from asyncmoe.messages import (
     Stats,
     StatsRequest,
     TokensOut,
+    Unable,
 )
 from asyncmoe.model import ModelSpec
 from asyncmoe.placement import Placement, Role
 from asyncmoe.sampling import SamplingParams
 
 log = logging.getLogger(__name__)
-
-LONG_PROMPT_CHARS = 4096  # from here on a prompt is tokenised off the loop (about 1 ms of work)
 
 
 class FrontEndRank(Protocol):
@@ -88,6 +88,7 @@ class AsyncEngine:
         self.config, self.rank, self.tokenizer = config, rank, tokenizer
         self.loop = asyncio.get_running_loop()
         self.lost: dict[int, str] = {}  # ranks that are gone, and why
+        self.unable: dict[int, str] = {}  # home ranks that are there but run no requests, and why
         self.tokens_out = 0  # tokens of all requests so far
         self._others = others
         self._numbers = itertools.count(1)
@@ -102,6 +103,7 @@ class AsyncEngine:
             block_tokens=config.kv.block_tokens,
             kv_blocks_of=rank.kv_blocks_of,
             requests_per_home=config.engine.max_requests + config.engine.queue_requests,
+            default_max_tokens=config.engine.default_max_tokens,
         )
         rank.on_front_end = self._on_message
         rank.on_rank_lost = self._on_rank_lost
@@ -143,6 +145,18 @@ class AsyncEngine:
             chat_options or {},
         )
 
+    async def tokenize(
+        self, prompts: Sequence[Prompt], chat_options: Mapping[str, Any] | None = None
+    ) -> list[Sequence[int]]:
+        """The ids of each prompt, which `generate` takes as well: for several answers to one.
+
+        The loop goes on meanwhile, and text that is too long by far is refused before. Raises
+        `RequestError`, or `Unavailable` if no request can run.
+        """
+        self._check_able()
+        room = self._admission.room_tokens
+        return await encode_prompts(self.tokenizer, prompts, room, chat_options or {})
+
     async def submit(
         self,
         prompt: Prompt,
@@ -152,27 +166,27 @@ class AsyncEngine:
     ) -> tuple[int, RequestStream]:
         """Tokenise, check and admit, for `Generation`. Returns the request's number and stream."""
         arrival_s = time.monotonic()
-        prompt_ids = await self._tokenize(prompt, chat_options)
+        (ids,) = await self.tokenize([prompt], chat_options)
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer; the checkpoint has none", "stop")
-        if self._closed is not None:
-            raise Unavailable("the engine is closed")
-        self._check_ranks()
-        params.check_against(self.rank.spec.vocab, self.rank.spec.context)
-        params = replace(params, max_tokens=self._admission.check(prompt_ids, params))
-        booking = self._admission.book(len(prompt_ids) + cast(int, params.max_tokens))
-        number = next(self._numbers)
+        self._check_able()
+        vocab, context = self.rank.spec.vocab, self.rank.spec.context
+        params.check_against(vocab, context)
+        max_tokens = self._admission.check(ids, params)
+        # More than all tokens keep all, and the number must fit a message.
+        params = replace(params, max_tokens=max_tokens, top_k=min(params.top_k, vocab))
         text = None if self.tokenizer is None else TextStream(self.tokenizer, params)
         transcript = Transcript(
-            request_id, prompt_ids, arrival_s, pieces=None if text is None else []
+            request_id, list(ids), arrival_s, pieces=None if text is None else []
         )
         stream = RequestStream(transcript, text, params)
+        booking, number = self._admission.book(len(ids) + max_tokens), next(self._numbers)
         self._streams[number], self._bookings[number] = stream, booking
         try:
-            self.rank.send(booking.rank, Admit(number, prompt_ids, params.to_wire()))
-        except PeerLost as error:
+            self._admit(booking.rank, Admit(number, transcript.prompt_token_ids, params.to_wire()))
+        except BaseException:
             self._forget(number)
-            raise RequestFailed(str(error)) from error
+            raise
         return number, stream
 
     def abort(self, number: int) -> None:
@@ -182,24 +196,26 @@ class AsyncEngine:
             stream.end("abort")
             self._stop_at_home(number)
 
-    async def _tokenize(self, prompt: Prompt, chat_options: Mapping[str, Any]) -> list[int]:
-        if not isinstance(prompt, str) and (not prompt or isinstance(prompt[0], int)):
-            return cast(list[int], list(prompt))
-        if self.tokenizer is None:
+    def _admit(self, rank: int, message: Admit) -> None:
+        try:
+            self.rank.send(rank, message)
+        except PeerLost as error:
+            raise RequestFailed(str(error)) from error
+        except ProtocolError as error:
             raise RequestError(
-                "the checkpoint has no tokenizer files: give the prompt as token ids", "prompt"
-            )
-        if isinstance(prompt, str):
-            if len(prompt) > LONG_PROMPT_CHARS:
-                return await asyncio.to_thread(self.tokenizer.encode, prompt)
-            return self.tokenizer.encode(prompt)
-        messages = cast("list[Mapping[str, Any]]", list(prompt))
-        return await asyncio.to_thread(self.tokenizer.encode_chat, messages, **chat_options)
+                f"the request makes too long a message (transport.message_bytes): {error}"
+            ) from error
 
-    def _check_ranks(self) -> None:
+    def _check_able(self) -> None:
+        """Raise `Unavailable` if no request can run."""
+        if self._closed is not None:
+            raise Unavailable("the engine is closed")
         for rank, reason in self.lost.items():
             if rank == 0 or self.rank.placement.roles[rank] is not Role.ATTENTION:
                 raise Unavailable(f"no request can run: {reason}")
+        if not self._admission.account():
+            reasons = "; ".join([*self.lost.values(), *self.unable.values()])
+            raise Unavailable(f"no home rank is left to run requests: {reasons}")
 
     def _stop_at_home(self, number: int) -> None:
         """Tell the home rank; the account is settled when it answers that the request ended."""
@@ -225,6 +241,8 @@ class AsyncEngine:
                 self._on_tokens(message)
             case Ended():
                 self._on_ended(message)
+            case Unable():
+                self._on_unable(source, message.reason)
             case Stats():
                 report = self._reports.pop(source, None)
                 if report is not None and not report.done():
@@ -262,9 +280,17 @@ class AsyncEngine:
                 stream.end("abort")
             elif message.reason == "refused":
                 stream.fail(RequestError(message.message, message.parameter))
+            elif message.reason == "overloaded":
+                stream.fail(Overloaded(message.message))
             else:
                 stream.fail(RequestFailed(message.message))
         self._forget(message.request_id)
+
+    def _on_unable(self, rank: int, reason: str) -> None:
+        """Send no more requests there. Those that it has it ends itself."""
+        log.warning("rank %d can run no requests: %s", rank, reason)
+        self.unable.setdefault(rank, reason)
+        self._admission.lose(rank)
 
     def _on_rank_lost(self, rank: int, error: Exception) -> None:
         """Fail what is homed there; requests with parts there are failed by their home ranks.
@@ -274,6 +300,7 @@ class AsyncEngine:
         if rank in self.lost or self._closed is not None:
             return
         named = isinstance(error, PeerLost)
+        self.unable.pop(rank, None)
         reason = self.lost[rank] = str(error) if named else f"rank {rank} is lost: {error}"
         self._admission.lose(rank)
         for number in [n for n, each in self._bookings.items() if rank in (0, each.rank)]:

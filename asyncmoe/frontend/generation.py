@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from asyncmoe.frontend.output import RequestOutput
+from asyncmoe.frontend.prompts import Prompt
 from asyncmoe.frontend.stream import RequestStream
 from asyncmoe.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from asyncmoe.frontend.engine import AsyncEngine
-
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, token ids or chat messages
 
 
 class Generation:

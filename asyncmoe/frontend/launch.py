@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from asyncmoe import registry
 from asyncmoe.config import Config
+from asyncmoe.deadline import Deadline
 from asyncmoe.directory import MemoryDirectory
 from asyncmoe.errors import ConfigError, PeerLost, RankFailed
 from asyncmoe.frontend.bootstrap import (
@@ -23,7 +24,8 @@ from asyncmoe.frontend.bootstrap import (
     with_token,
 )
 from asyncmoe.frontend.localranks import LocalRanks
-from asyncmoe.frontend.world import ONE_RANK, Rendezvous, World, detect_world, fit_to_world
+from asyncmoe.frontend.world import ONE_RANK, Rendezvous, detect_world, fit_to_world
+from asyncmoe.world import World
 
 T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
@@ -38,6 +40,7 @@ class Cluster:
     config: Config  # with ranks, threads, transport name and token filled in
     worlds: tuple[World, ...]  # the ranks that run in this process; rank 0 is the first
     directory: MemoryDirectory | StoreDirectory
+    deadline: Deadline  # of the whole start-up
     ranks: LocalRanks | None = None  # the ranks that this process has started
 
     async def start(self, work: Coroutine[Any, Any, T]) -> T:
@@ -96,6 +99,7 @@ async def form_cluster(config: Config, environ: Mapping[str, str] | None = None)
     run in this process. `environ` None takes the process's own. Raises `ConfigError`, and
     `RankFailed` or `TimeoutError` if the others do not come.
     """
+    deadline = Deadline(config.cluster.start_timeout_s)
     detected = detect_world(os.environ if environ is None else environ)
     size = detected[0].size if detected else config.cluster.ranks
     config = _checked(config, size)
@@ -106,47 +110,49 @@ async def form_cluster(config: Config, environ: Mapping[str, str] | None = None)
             )
         worlds = tuple(World(rank, size, rank, size) for rank in range(size))
         config = with_token(fit_to_world(config, worlds[0]), config.cluster.token or make_token())
-        return Cluster(config, worlds, MemoryDirectory())
+        return Cluster(config, worlds, MemoryDirectory(), deadline)
     if detected:
-        return await _meet(config, *detected)
+        return await _meet(config, *detected, deadline)
     if size == 1:
         config = with_token(fit_to_world(config, ONE_RANK), config.cluster.token or make_token())
-        return Cluster(config, (ONE_RANK,), MemoryDirectory())
-    return await _start(config, size)
+        return Cluster(config, (ONE_RANK,), MemoryDirectory(), deadline)
+    return await _start(config, size, deadline)
 
 
-async def _start(config: Config, size: int) -> Cluster:
+async def _start(config: Config, size: int, deadline: Deadline) -> Cluster:
     world = World(0, size, 0, size)
     config = with_token(fit_to_world(config, world), config.cluster.token or make_token())
     # Children are on this machine, so that the store stays on loopback whatever bind_host is.
     server = host_store(LOOPBACK, 0, config.cluster.start_timeout_s)
     rendezvous = Rendezvous(LOOPBACK, server.port, "asyncmoe/none/0", agent_hosts=False)
-    directory = await _join(config, world, rendezvous, server)
+    directory = await _join(world, rendezvous, server, deadline)
     ranks = LocalRanks(config, rendezvous)
     try:
         await ranks.start()
     except BaseException:
         await directory.close(linger_s=0.0)
         raise
-    return Cluster(config, (world,), directory, ranks)
+    return Cluster(config, (world,), directory, deadline, ranks)
 
 
-async def _meet(config: Config, world: World, rendezvous: Rendezvous) -> Cluster:
+async def _meet(
+    config: Config, world: World, rendezvous: Rendezvous, deadline: Deadline
+) -> Cluster:
     if world.rank != 0:
         raise ConfigError(
             f"this process is rank {world.rank} of {world.size}; only rank 0 has a front end"
         )
     config = fit_to_world(config, world)
     if rendezvous.agent_hosts:
-        directory = await _join(config, world, rendezvous, None)
+        directory = await _join(world, rendezvous, None, deadline)
     else:
         directory = await _host(config, world, rendezvous)
     try:
-        token = await agree_on_token(config.cluster, directory)
+        token = await agree_on_token(config.cluster, directory, deadline.left_s)
     except BaseException:
         await directory.close(linger_s=0.0)
         raise
-    return Cluster(with_token(config, token), (world,), directory)
+    return Cluster(with_token(config, token), (world,), directory, deadline)
 
 
 async def _host(config: Config, world: World, rendezvous: Rendezvous) -> StoreDirectory:
@@ -164,9 +170,9 @@ async def _host(config: Config, world: World, rendezvous: Rendezvous) -> StoreDi
 
 
 async def _join(
-    config: Config, world: World, rendezvous: Rendezvous, server: StoreServer | None
+    world: World, rendezvous: Rendezvous, server: StoreServer | None, deadline: Deadline
 ) -> StoreDirectory:
-    store = await asyncio.to_thread(connect_store, rendezvous, config.cluster.start_timeout_s)
+    store = await asyncio.to_thread(connect_store, rendezvous, deadline.left_s)
     return StoreDirectory(store, world, server)
 
 

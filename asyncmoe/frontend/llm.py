@@ -18,9 +18,9 @@ from asyncmoe.config import Config
 from asyncmoe.configflags import ALIASES
 from asyncmoe.errors import RequestError, UnknownName
 from asyncmoe.frontend.engine import AsyncEngine
-from asyncmoe.frontend.generation import Prompt
 from asyncmoe.frontend.loopthread import LoopThread
 from asyncmoe.frontend.output import RequestOutput
+from asyncmoe.frontend.prompts import Prompt
 from asyncmoe.frontend.together import together
 from asyncmoe.sampling import SamplingParams
 

@@ -16,9 +16,11 @@ import orjson
 from asyncmoe.cli.rank_main import TOKEN_VARIABLE
 from asyncmoe.config import Config
 from asyncmoe.errors import RankFailed
-from asyncmoe.frontend.world import Rendezvous, World, world_variables
+from asyncmoe.frontend.world import Rendezvous, world_variables
+from asyncmoe.world import World
 
-RANK_COMMAND = (sys.executable, "-m", "asyncmoe.cli.rank_main")
+# -P: code is found where asyncmoe is installed, never in whatever directory this was started from.
+RANK_COMMAND = (sys.executable, "-P", "-m", "asyncmoe.cli.rank_main")
 LAST_LINES = 5  # of a dead rank's log, shown when it could not say itself why it died
 SETTLE_S = 0.3  # ranks that die of one cause die together; the cause is then looked for among all
 REAP_S = 1.0

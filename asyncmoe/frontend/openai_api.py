@@ -18,8 +18,8 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from asyncmoe.errors import RequestError
-from asyncmoe.frontend.generation import Prompt
 from asyncmoe.frontend.output import RequestOutput, TokenLogprob
+from asyncmoe.frontend.prompts import Prompt
 from asyncmoe.frontend.tokenizer import Tokenizer
 from asyncmoe.sampling import SamplingParams
 

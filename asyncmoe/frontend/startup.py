@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from asyncmoe.config import Config
 from asyncmoe.directory import MemoryDirectory
 from asyncmoe.frontend.launch import Cluster, form_cluster
-from asyncmoe.frontend.world import World
 from asyncmoe.rank import Rank, run_rank
+from asyncmoe.world import World
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class Ranks:
         """Start the ranks of this process; returns when all ranks are connected."""
         self.here = [asyncio.create_task(self._be(world)) for world in self.cluster.worlds[1:]]
         try:
-            await self.front.start()
+            await self.front.start(self.cluster.deadline)
         except BaseException:
             await self._end_here(0.0)
             raise
@@ -43,7 +43,7 @@ class Ranks:
     async def _be(self, world: World) -> None:
         directory = self.cluster.directory
         try:
-            await run_rank(self.config, world, directory)
+            await run_rank(self.config, world, directory, self.cluster.deadline)
         except Exception as error:
             if isinstance(directory, MemoryDirectory):
                 directory.fail(world.rank, str(error))

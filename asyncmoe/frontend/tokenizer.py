@@ -8,7 +8,7 @@ from the other files as transformers does, so that ids are the same.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +16,7 @@ import tokenizers
 
 from asyncmoe.errors import CheckpointError, RequestError
 from asyncmoe.frontend.chattemplate import ChatTemplates
+from asyncmoe.frontend.tokenbytes import BROKEN, spelled_bytes
 
 _FAST_FILE: Final = "tokenizer.json"
 _CONFIG_FILE: Final = "tokenizer_config.json"
@@ -33,6 +34,7 @@ _NAMED: Final = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 Encode = Callable[[str, bool], list[int]]
 Decode = Callable[[list[int], bool], str]
+Spell = Callable[[int], str | None]
 
 
 class Tokenizer:
@@ -42,13 +44,18 @@ class Tokenizer:
         self,
         encode: Encode,
         decode: Decode,
+        spell: Spell,
         special_ids: frozenset[int],
+        longest_token_bytes: int,
         templates: ChatTemplates,
     ) -> None:
-        """`encode(text, add_special)`; `decode(ids, skip_special)`."""
+        """`encode(text, add_special)`; `decode(ids, skip_special)`; `spell(id)` is the token as
+        the vocabulary has it."""
         self.special_ids = special_ids  # tokens without text: BOS, EOS, role marks …
+        self.longest_token_bytes = longest_token_bytes  # no token stands for more text
         self._encode = encode
         self._decode = decode
+        self._spell = spell
         self._templates = templates
 
     @classmethod
@@ -78,13 +85,16 @@ class Tokenizer:
         """Text of `ids`; bytes that are no character become U+FFFD, unknown ids nothing."""
         return self._decode(list(ids), skip_special_tokens)
 
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """What one token stands for, also if it is only a part of a character; None if unknown."""
+        text = self.decode([token_id], skip_special_tokens=False)
+        if BROKEN not in text:
+            return text.encode()
+        return spelled_bytes(self._spell(token_id) or "")
+
     def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
         """The prompt for chat messages; see `ChatTemplates.render` for options and errors."""
         return self._templates.render(messages, **options)
-
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> list[int]:
-        """Ids of the prompt for chat messages. The template writes all special tokens itself."""
-        return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
 
 
 def _load_fast(directory: Path) -> Tokenizer:
@@ -119,7 +129,9 @@ def _load_older(directory: Path) -> Tokenizer:
     return Tokenizer(
         lambda text, add: list(slow.encode(text, add_special_tokens=add)),
         lambda ids, skip: str(slow.decode(ids, skip_special_tokens=skip)),
+        lambda token_id: str(slow.convert_ids_to_tokens(token_id)),
         frozenset(slow.all_special_ids),
+        _longest(slow.get_vocab()),
         templates,
     )
 
@@ -127,11 +139,19 @@ def _load_older(directory: Path) -> Tokenizer:
 def _wrap(core: tokenizers.Tokenizer, templates: ChatTemplates) -> Tokenizer:
     special = (i for i, token in core.get_added_tokens_decoder().items() if token.special)
     return Tokenizer(
-        lambda text, add: list(core.encode(text, add_special_tokens=add).ids),
+        # Of the library's calls only those for batches let other threads run meanwhile.
+        lambda text, add: list(core.encode_batch_fast([text], add_special_tokens=add)[0].ids),
         lambda ids, skip: str(core.decode(ids, skip_special_tokens=skip)),
+        core.id_to_token,
         frozenset(special),
+        _longest(core.get_vocab()),
         templates,
     )
+
+
+def _longest(vocab: Iterable[str | bytes]) -> int:
+    """Bytes of the longest token. A vocabulary's spelling is never shorter than the text."""
+    return max((len(t if isinstance(t, bytes) else t.encode()) for t in vocab), default=1)
 
 
 def _add_tokens(core: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ import uvloop
 from torch.distributed import Store  # type: ignore[attr-defined]  # not marked for export
 
 from asyncmoe.config import Config
+from asyncmoe.deadline import Deadline
 from asyncmoe.errors import AsyncMoeError, PeerLost, RankFailed
 from asyncmoe.frontend.bootstrap import (
     StoreDirectory,
@@ -17,8 +18,9 @@ from asyncmoe.frontend.bootstrap import (
     connect_store,
     with_token,
 )
-from asyncmoe.frontend.world import Rendezvous, World, fit_to_world
+from asyncmoe.frontend.world import Rendezvous, fit_to_world
 from asyncmoe.rank import run_rank
+from asyncmoe.world import World
 
 log = logging.getLogger(__name__)
 
@@ -41,17 +43,18 @@ def run_worker(config: Config, world: World, rendezvous: Rendezvous) -> RankFail
     `cluster.shutdown_timeout_s` to end things in order. Returns the failure that ended it, which
     may be another rank's.
     """
+    deadline = Deadline(config.cluster.start_timeout_s)
     try:
-        store = connect_store(rendezvous, config.cluster.start_timeout_s)
+        store = connect_store(rendezvous, deadline.left_s)
     except TimeoutError as error:
         return RankFailed(world.rank, str(error))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_run(config, world, store))
+        return runner.run(_run(config, world, store, deadline))
 
 
-async def _run(config: Config, world: World, store: Store) -> RankFailed | None:
+async def _run(config: Config, world: World, store: Store, deadline: Deadline) -> RankFailed | None:
     directory = StoreDirectory(store, world)
-    work = asyncio.create_task(_join_and_run(config, world, directory))
+    work = asyncio.create_task(_join_and_run(config, world, directory, deadline))
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, work.cancel)
     grace_s = config.cluster.shutdown_timeout_s
@@ -65,9 +68,11 @@ async def _run(config: Config, world: World, store: Store) -> RankFailed | None:
         await directory.close()
 
 
-async def _join_and_run(config: Config, world: World, directory: StoreDirectory) -> None:
-    token = await agree_on_token(config.cluster, directory)
-    await run_rank(with_token(config, token), world, directory)
+async def _join_and_run(
+    config: Config, world: World, directory: StoreDirectory, deadline: Deadline
+) -> None:
+    token = await agree_on_token(config.cluster, directory, deadline.left_s)
+    await run_rank(with_token(config, token), world, directory, deadline)
 
 
 async def _tell(error: BaseException, world: World, directory: StoreDirectory) -> RankFailed:

@@ -8,16 +8,7 @@ from dataclasses import dataclass
 
 from asyncmoe.config import Config
 from asyncmoe.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True)
-class World:
-    """The place of one process among all ranks and among those of its machine."""
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
+from asyncmoe.world import World
 
 
 @dataclass(frozen=True, slots=True)
