@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -130,10 +131,18 @@ class Server:
         self._listener.close()
 
     async def _health(self, request: web.Request) -> web.Response:
-        if not self.engine.lost:
+        lost, unable = (
+            {str(rank): reason for rank, reason in ranks.items()}
+            for ranks in (self.engine.lost, self.engine.unable)
+        )
+        if not lost and not unable:
             return _json({"status": "ok", "requests": self.engine.running})
-        lost = {str(rank): reason for rank, reason in self.engine.lost.items()}
-        return _json({"status": "ranks are lost", "lost": lost}, HTTPStatus.SERVICE_UNAVAILABLE)
+        report = {
+            "status": "ranks are lost" if lost else "ranks are unable to run requests",
+            "lost": lost,
+            "unable": unable,
+        }
+        return _json(report, HTTPStatus.SERVICE_UNAVAILABLE)
 
     async def _models(self, request: web.Request) -> web.Response:
         return _json({"object": "list", "data": [self._card()]})
@@ -174,9 +183,12 @@ class Server:
         self._check_model(body.model)
         envelope = Envelope(kind, self.model_name)
         options = body.chat_options()
+        prompts, answers = body.requests(self.engine.sampling_defaults)
+        # Each prompt is tokenised once, however many answers it gets.
+        work = itertools.product(await self.engine.tokenize(prompts, options), answers)
         generations = [
-            self.engine.generate(prompt, params, f"{envelope.id}-{index}", chat_options=options)
-            for index, (prompt, params) in enumerate(body.requests(self.engine.sampling_defaults))
+            self.engine.generate(ids, params, f"{envelope.id}-{index}")
+            for index, (ids, params) in enumerate(work)
         ]
         choices: list[Choice] = [
             choice(index, self.engine.tokenizer, bool(body.return_token_ids))

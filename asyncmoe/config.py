@@ -161,6 +161,12 @@ class EngineConfig(Section):
         None, gt=0, description="A request that takes longer ends with an error; default never"
     )
     slots: int = Field(2048, ge=1, description="Token slots (rows in the layers) per home rank")
+    default_max_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Longest answer of a request without max_tokens, whose KV blocks are reserved; "
+        "default as the context allows, up to a quarter of the KV pool",
+    )
 
 
 class DeviceConfig(Section):

@@ -42,7 +42,7 @@ class MemoryDirectory:
                         raise RankFailed(*self._failure)
                     await self._changed.wait()
         except TimeoutError:
-            raise TimeoutError(f"nothing published under {key!r} after {timeout_s} s") from None
+            raise TimeoutError(f"nothing published under {key!r} after {timeout_s:g} s") from None
         return self._values[key]
 
     def _wake(self) -> None:

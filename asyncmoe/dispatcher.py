@@ -69,6 +69,7 @@ class Dispatcher:
 
     def __init__(
         self,
+        *,
         rank: int,
         placement: Placement,
         chain: StageChain,

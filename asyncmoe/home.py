@@ -72,6 +72,7 @@ class Home:
 
     def __init__(
         self,
+        *,
         config: EngineConfig,
         context: int,
         vocab: int,

@@ -7,6 +7,7 @@ lower ranks and admits the higher ones. Strangers cost a small, bounded record e
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import socket
 from collections.abc import Callable
@@ -18,6 +19,9 @@ from asyncmoe.transport import TransportContext
 
 _LOG = logging.getLogger(__name__)
 _HANDSHAKE_TIMEOUT_S = 10.0
+_SPARE_HANDSHAKES = 64  # beyond one per rank; with more at once the oldest is dropped
+_PAUSE_S = 0.05  # for which nobody is admitted when this process or machine is out of descriptors
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _WILDCARDS = ("", "0.0.0.0", "::")
 
 Connected = Callable[[Link, int], None]  # (link, generation of the connection)
@@ -45,6 +49,7 @@ async def connect_all(
         context.directory.publish(f"{name}/{context.rank}", f"{host}:{listener.getsockname()[1]}")
         async with asyncio.timeout(context.start_timeout_s), asyncio.TaskGroup() as group:
             group.create_task(_admit_higher(context, listener, connected))
+            group.create_task(_hear_of_failure(context, name))
             for peer in range(context.rank):
                 group.create_task(_dial(context, name, peer, connected))
     except (TimeoutError, BaseExceptionGroup) as error:
@@ -53,7 +58,7 @@ async def connect_all(
             raise first from None
         raise TimeoutError(
             f"rank {context.rank} has no connection to ranks {sorted(missing)} "
-            f"after {context.start_timeout_s:g} s"
+            f"after {context.start_timeout_s:.3g} s"
         ) from None
     finally:
         listener.close()
@@ -110,14 +115,23 @@ async def _dial(context: TransportContext, name: str, peer: int, connected: Conn
     connected(_link(context, sock, peer), generation)
 
 
+async def _hear_of_failure(context: TransportContext, name: str) -> None:
+    """Raise `RankFailed` if a rank fails before it dials, as any lookup does."""
+    for peer in range(context.rank + 1, context.world):  # one by one, to ask no more than needed
+        await context.directory.lookup(f"{name}/{peer}", context.start_timeout_s)
+
+
 async def _admit_higher(
     context: TransportContext, listener: socket.socket, connected: Connected
 ) -> None:
-    """Admit ranks until all higher ones are here; whoever else dials is dropped."""
+    """Admit ranks until all higher ones are here; whoever else dials is dropped.
+
+    Strangers who say nothing hold a bounded number of descriptors, and never end the start-up.
+    """
     loop = asyncio.get_running_loop()
     waiting = set(range(context.rank + 1, context.world))
     complete = asyncio.Event()
-    handshakes: set[asyncio.Task[None]] = set()
+    handshakes: dict[asyncio.Task[None], None] = {}  # the oldest first
 
     async def admit(sock: socket.socket) -> None:
         try:
@@ -138,13 +152,28 @@ async def _admit_higher(
         if not waiting:
             complete.set()
 
+    def drop_oldest() -> None:
+        for task in list(handshakes)[:1]:
+            del handshakes[task]
+            task.cancel()
+
     async def accept(group: asyncio.TaskGroup) -> None:
         while True:
-            sock, _ = await loop.sock_accept(listener)
+            try:
+                sock, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                if error.errno not in _EXHAUSTED:
+                    raise
+                _LOG.warning("rank %d cannot accept a connection: %s", context.rank, error)
+                drop_oldest()
+                await asyncio.sleep(_PAUSE_S)
+                continue
             sock.setblocking(False)
             task = group.create_task(admit(sock))
-            handshakes.add(task)
-            task.add_done_callback(handshakes.discard)
+            handshakes[task] = None
+            task.add_done_callback(lambda done: handshakes.pop(done, None))
+            if len(handshakes) > context.world + _SPARE_HANDSHAKES:
+                drop_oldest()
 
     if not waiting:
         return

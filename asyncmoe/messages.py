@@ -108,16 +108,7 @@ class Shutdown:
 
 
 Message = (
-    Admit
-    | Abort
-    | Discard
-    | Credit
-    | TokensOut
-    | Ended
-    | Unable
-    | StatsRequest
-    | Stats
-    | Shutdown
+    Admit | Abort | Discard | Credit | TokensOut | Ended | Unable | StatsRequest | Stats | Shutdown
 )
 _ADAPTERS: dict[str, TypeAdapter[Any]] = {t.__name__: TypeAdapter(t) for t in get_args(Message)}
 

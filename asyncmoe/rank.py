@@ -34,6 +34,7 @@ from asyncmoe.messages import (
     Shutdown,
     Stats,
     StatsRequest,
+    Unable,
     decode,
     encode,
 )
@@ -175,14 +176,14 @@ class Rank:
         )
         self.transport = self._make_transport(limits, deadline)
         self._dispatcher = Dispatcher(
-            self.rank,
-            self.placement,
-            self.chain,
-            self.transport,
-            limits,
-            spec.hidden * spec.dtype.itemsize,
-            config.transport.window_rows,
-            per_expert,
+            rank=self.rank,
+            placement=self.placement,
+            chain=self.chain,
+            transport=self.transport,
+            limits=limits,
+            row_bytes=spec.hidden * spec.dtype.itemsize,
+            window_rows=config.transport.window_rows,
+            per_expert=per_expert,
         )
         # A dispatch row stands for all pairs of its token on this rank, so rows are tokens already.
         scheduler = make_scheduler(config.scheduler, SchedulerContext(self.chain, fanout=1.0))
@@ -192,23 +193,23 @@ class Rank:
             self.placement.owner == self.rank, self.placement.local.astype(np.int64), -1
         )
         self._receptor = Receptor(
-            self.rank,
-            self.chain,
-            local,
-            spec.dtype,
-            self.queues,
-            self._dispatcher,
-            self.home,
-            self._notify,
-            self._loop.time,
-            config.transport.window_rows,
-            self.times,
+            rank=self.rank,
+            chain=self.chain,
+            local=local,
+            dtype=spec.dtype,
+            queues=self.queues,
+            dispatcher=self._dispatcher,
+            home=self.home,
+            notify=self._notify,
+            now_s=self._loop.time,
+            window_rows=config.transport.window_rows,
+            times=self.times,
         )
         stages = RankStages(
-            self.model,
-            self.chain,
-            self.queues,
-            local,
+            model=self.model,
+            chain=self.chain,
+            queues=self.queues,
+            local=local,
             per_expert=per_expert,
             home=self.home,
             cache=self._cache,
@@ -252,16 +253,16 @@ class Rank:
         if self.model.has_finish:
             rows = min(rows, config.batch.head_max_rows)
         return Home(
-            config.engine.model_copy(update={"prefill_chunk": rows}),
-            spec.context,
-            spec.vocab,
-            self.chain,
-            TokenTable(config.engine.slots, max(1, parts), spec.hidden, spec.dtype, device),
-            BlockPool(blocks, config.kv.block_tokens, requests, spec.context),
-            SamplingTable(requests, spec.vocab, spec.eos_ids),
-            self.queues,
-            not self.model.has_finish,
-            self,
+            config=config.engine.model_copy(update={"prefill_chunk": rows}),
+            context=spec.context,
+            vocab=spec.vocab,
+            chain=self.chain,
+            table=TokenTable(config.engine.slots, max(1, parts), spec.hidden, spec.dtype, device),
+            pool=BlockPool(blocks, config.kv.block_tokens, requests, spec.context),
+            sampling=SamplingTable(requests, spec.vocab, spec.eos_ids),
+            queues=self.queues,
+            prune=not self.model.has_finish,
+            host=self,
         )
 
     async def close(self) -> None:
@@ -389,6 +390,7 @@ class Rank:
             self._stop(PeerLost(peer, "it hosts the front end"))
         elif self.home is not None and bool((self.placement.owner == peer).any()):
             self._no_experts = error
+            self.emit(Unable(str(error)))
             for request_id in self.home.request_ids:
                 self.home.end(request_id, "failed", str(error))
         self.on_rank_lost(peer, error)

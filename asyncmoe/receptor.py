@@ -24,6 +24,7 @@ class Receptor:
 
     def __init__(
         self,
+        *,
         rank: int,
         chain: StageChain,
         local: NDArray[np.int64],

@@ -27,11 +27,11 @@ class RankStages:
 
     def __init__(
         self,
+        *,
         model: Model,
         chain: StageChain,
         queues: Queues,
         local: NDArray[np.int64],
-        *,
         per_expert: bool,
         home: Home | None,
         cache: Cache,

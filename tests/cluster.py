@@ -11,7 +11,7 @@ from typing import Any
 
 from asyncmoe.config import Config
 from asyncmoe.directory import MemoryDirectory
-from asyncmoe.messages import Abort, Admit, Ended, Message, TokensOut
+from asyncmoe.messages import Abort, Admit, Ended, Message, TokensOut, Unable
 from asyncmoe.rank import Rank
 from asyncmoe.sampling import SamplingParams
 from asyncmoe.world import World
@@ -25,6 +25,7 @@ class Cluster:
         self.tokens: dict[int, list[int]] = defaultdict(list)
         self.end: dict[int, str] = {}
         self.message: dict[int, str] = {}
+        self.unable: dict[int, str] = {}
         self._changed = asyncio.Event()
         self._ids = itertools.count()
         self._home_of: dict[int, int] = {}
@@ -69,6 +70,8 @@ class Cluster:
                     self.tokens[request_id].append(token)
                     if finish is not None:
                         self.end[request_id] = finish
+            case Unable():
+                self.unable[rank] = message.reason
             case Ended():
                 self.end[message.request_id] = message.reason
                 self.message[message.request_id] = message.message

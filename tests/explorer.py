@@ -76,7 +76,14 @@ WIRE = Wire()
 
 def make_dispatcher(rank: int, window: int) -> Dispatcher:
     return Dispatcher(
-        rank, PLACEMENT, CHAIN, WIRE, Limits(), row_bytes=4, window_rows=window, per_expert=False
+        rank=rank,
+        placement=PLACEMENT,
+        chain=CHAIN,
+        transport=WIRE,
+        limits=Limits(),
+        row_bytes=4,
+        window_rows=window,
+        per_expert=False,
     )  # type: ignore[arg-type]
 
 

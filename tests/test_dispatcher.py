@@ -48,8 +48,9 @@ class Bench:
         self.wire = Recorder()
         self.table = TokenTable(64, 2, 2, torch.float32, torch.device("cpu"))
         self.dispatcher = Dispatcher(
-            RANK, PLACEMENT, StageChain(1), self.wire, Limits(**limits), ROW_BYTES, window,
-            per_expert,
+            rank=RANK, placement=PLACEMENT, chain=StageChain(1), transport=self.wire,
+            limits=Limits(**limits), row_bytes=ROW_BYTES, window_rows=window,
+            per_expert=per_expert,
         )  # type: ignore[arg-type]  # fmt: skip
 
     def send(self, *experts: tuple[int, int]) -> tuple[list[int], Parcel | None]:

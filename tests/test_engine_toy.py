@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import weakref
 from typing import Any
 
 import pytest
 
+from asyncmoe.errors import AsyncMoeError
 from tests import toymodel
 from tests.cluster import cluster
 
@@ -116,6 +118,17 @@ async def test_requests_fail_by_name_when_a_rank_with_experts_is_lost() -> None:
         await engine.ended(*ids)
         assert [engine.end[i] for i in ids] == ["failed", "failed"]
         assert all("rank 2 is lost" in engine.message[i] for i in ids)
+        assert set(engine.unable) == {0, 1}
+
+
+async def test_fault_while_rows_are_taken_in_ends_the_rank_and_its_requests() -> None:
+    async with cluster(2, toymodel.checkpoint(), **SMALL) as engine:
+        broken = engine.ranks[1]
+        assert broken.home is not None
+        broken.home.take_in = None  # type: ignore[assignment, method-assign]
+        engine.submit([1, 2, 3], home=1, max_tokens=100)
+        with pytest.raises(AsyncMoeError, match="failed on a parcel of rank 0"):
+            await asyncio.wait_for(broken.stopped, 10)
 
 
 async def test_caches_are_freed_at_the_end_without_the_garbage_collector() -> None:

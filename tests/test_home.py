@@ -39,8 +39,9 @@ class Desk:
         self.table = TokenTable(config.slots, 2, 1, torch.float32, torch.device("cpu"))
         self.pool = BlockPool(blocks, 4, config.max_requests, context)
         self.home = Home(
-            config, context, 10, CHAIN, self.table, self.pool,
-            SamplingTable(config.max_requests, 10, ()), self.queues, True, self,
+            config=config, context=context, vocab=10, chain=CHAIN, table=self.table,
+            pool=self.pool, sampling=SamplingTable(config.max_requests, 10, ()),
+            queues=self.queues, prune=True, host=self,
         )  # fmt: skip
 
     def now_s(self) -> float:

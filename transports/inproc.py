@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 
+from asyncmoe.deadline import Deadline
 from asyncmoe.directory import MemoryDirectory
 from asyncmoe.errors import ConfigError, PeerLost, ProtocolError, RankFailed, UnknownName
 from asyncmoe.lease import LeasePool
@@ -44,16 +45,17 @@ class InprocTransport(Transport):
             raise ConfigError(
                 "transport inproc joins ranks of one process; use tcp between several"
             )
+        deadline = Deadline(context.start_timeout_s)
         directory.offer(f"inproc/{context.rank}", self)
         for peer in set(range(context.world)) - {context.rank}:
-            other = await directory.find(f"inproc/{peer}", context.start_timeout_s)
+            other = await directory.find(f"inproc/{peer}", deadline.left_s)
             if not isinstance(other, InprocTransport) or other._loop is not self._loop:
                 raise RankFailed(peer, "inproc ranks must share one loop")
             self._peers[peer] = _Pair(self, other, receiver)
         # A rank that is done earlier may post at once: nobody goes on before all can receive.
         directory.offer(f"inproc/{context.rank}/ready", True)
         for peer in self._peers:
-            await directory.find(f"inproc/{peer}/ready", context.start_timeout_s)
+            await directory.find(f"inproc/{peer}/ready", deadline.left_s)
 
     def post(self, peer: int, parcel: Parcel) -> Posted:
         """See `Transport`."""

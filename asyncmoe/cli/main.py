@@ -8,6 +8,7 @@ import gc
 import importlib
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (None: this process's); returns the exit status.
 
     0 is success, 1 a failure, 2 a command line, configuration or request that cannot be, and 130
-    an interrupt. Known errors are one message on standard error, with a traceback at log level
+    an interrupt; 141 says that nobody reads standard output any more, as for any command that ends
+    before `| head`. Known errors are one message on standard error, with a traceback at log level
     debug.
     """
     # The store where ranks meet logs a stack trace for every connection that ends.
@@ -51,13 +53,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     # At exit the collector would go through all objects of torch, which takes about two seconds.
     atexit.register(gc.freeze)
     try:
-        return _run(list(sys.argv[1:] if argv is None else argv))
+        status = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()  # at the interpreter's end it would be too late to handle an error
+        return status
+    except BrokenPipeError:
+        if not _output_is_gone():
+            raise
+        return 128 + signal.SIGPIPE
     except (AsyncMoeError, TimeoutError) as error:
         logger.debug("the command failed", exc_info=True)
         print(f"asyncmoe: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError | RequestError) else 1
     except KeyboardInterrupt:
         return 130
+
+
+def _output_is_gone() -> bool:
+    """Whether nobody reads standard output any more; what is left for it is dropped then."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+        return True
+    return False
 
 
 def _run(argv: list[str]) -> int:

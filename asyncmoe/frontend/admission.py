@@ -9,9 +9,12 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from asyncmoe.errors import RequestError, RequestFailed
 from asyncmoe.sampling import SamplingParams
+
+SHARES: Final = 4  # of a KV pool; an answer of no stated length takes one of them at most
 
 
 class Overloaded(RequestFailed):
@@ -53,8 +56,14 @@ class Admission:
         block_tokens: int,
         kv_blocks_of: Mapping[int, int],
         requests_per_home: int,
+        default_max_tokens: int | None = None,
     ) -> None:
-        """`kv_blocks_of` has every home rank; `requests_per_home` bounds running and waiting."""
+        """`kv_blocks_of` has every home rank; `requests_per_home` bounds running and waiting.
+
+        `default_max_tokens` is for requests that do not say; None gives them what the context
+        allows, but no more than a quarter of the KV pool.
+        """
+        self.default_max_tokens = default_max_tokens
         self.context, self.vocab, self.block_tokens = context, vocab, block_tokens
         self.requests_per_home = requests_per_home
         self._homes = {rank: Home(rank, n, n) for rank, n in sorted(kv_blocks_of.items())}
@@ -63,6 +72,14 @@ class Admission:
     def pool_tokens(self) -> int:
         """Tokens that the largest KV pool holds."""
         return max((h.pool_blocks for h in self._homes.values()), default=0) * self.block_tokens
+
+    @property
+    def room_tokens(self) -> int:
+        """Tokens of the longest request that can run, prompt and answer together.
+
+        The last token is only sent out: it never enters the layers, so it takes no KV.
+        """
+        return min(self.context, self.pool_tokens + 1)
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> int:
         """Return the most tokens that the request may produce.
@@ -73,7 +90,6 @@ class Admission:
         if not prompt:
             raise RequestError("prompt is empty; it must have at least one token", "prompt")
         room = self.context, "the model's context"
-        # The last token is only sent out: it never enters the layers, so it takes no KV.
         pool = self.pool_tokens + 1, f"the KV pool of a home rank ({self.pool_tokens} tokens)"
         for limit, what in (room, pool):
             if len(prompt) >= limit:
@@ -89,16 +105,31 @@ class Admission:
                     "prompt and answer together",
                     "max_tokens",
                 )
-        for token in prompt:  # at the end, when their number is known to be bounded
+        # At the end, when their number is known to be bounded.
+        if not set(map(type, prompt)) <= {int} or min(prompt) < 0 or max(prompt) >= self.vocab:
+            self._refuse_ids(prompt)
+        if params.max_tokens is not None:
+            return params.max_tokens
+        return self._unstated(self.room_tokens - len(prompt), params.min_tokens)
+
+    def _refuse_ids(self, prompt: Sequence[int]) -> None:
+        """Raise `RequestError` for the first token that is no id of the vocabulary."""
+        for token in prompt:
             if not isinstance(token, int) or not 0 <= token < self.vocab:
                 raise RequestError(
                     f"prompt token id {reprlib.repr(token)} is not in the vocabulary: 0 to "
                     f"{self.vocab - 1}",
                     "prompt",
                 )
-        if params.max_tokens is not None:
-            return params.max_tokens
-        return min(self.context, self.pool_tokens + 1) - len(prompt)
+
+    def _unstated(self, room: int, min_tokens: int) -> int:
+        """The longest answer of a request without max_tokens, of those that `room` allows.
+
+        Its KV blocks are reserved while it runs. If each took what the pool has, one would run at
+        a time, though few answers get that long.
+        """
+        share = self.default_max_tokens or max(1, self.pool_tokens // SHARES)
+        return min(room, max(share, min_tokens))
 
     def book(self, tokens: int) -> Booking:
         """Choose the home rank of a request of `tokens` tokens: most free KV blocks, fewest tokens.

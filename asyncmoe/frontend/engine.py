@@ -8,14 +8,14 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from asyncmoe.checkpoint import open_checkpoint
 from asyncmoe.config import Config
 from asyncmoe.errors import PeerLost, ProtocolError, RequestError, RequestFailed
 from asyncmoe.frontend.admission import Admission, Booking, Overloaded, Unavailable
 from asyncmoe.frontend.generation import Generation
-from asyncmoe.frontend.output import FinishReason, Transcript
+from asyncmoe.frontend.output import Transcript
 from asyncmoe.frontend.prompts import Prompt, encode_prompts
 from asyncmoe.frontend.startup import start_ranks
 from asyncmoe.frontend.stream import RequestStream

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import threading
 import time
 import weakref
@@ -18,7 +17,7 @@ from asyncmoe.config import Config
 from asyncmoe.configflags import ALIASES
 from asyncmoe.errors import RequestError, UnknownName
 from asyncmoe.frontend.engine import AsyncEngine
-from asyncmoe.frontend.loopthread import LoopThread
+from asyncmoe.frontend.loopthread import LoopThread, Work
 from asyncmoe.frontend.output import RequestOutput
 from asyncmoe.frontend.prompts import Prompt
 from asyncmoe.frontend.together import together
@@ -26,7 +25,6 @@ from asyncmoe.sampling import SamplingParams
 
 T = TypeVar("T")
 Message = Mapping[str, Any]
-POLL_S = 0.1  # how often a waiting caller draws its progress bar and can be interrupted
 
 
 class LLM:
@@ -50,7 +48,7 @@ class LLM:
         config = configfile.load(overrides=overrides)
         self._thread = LoopThread("asyncmoe")
         try:
-            self._engine = _wait(self._thread.submit(AsyncEngine.start(config)))
+            self._engine = self._thread.submit(AsyncEngine.start(config)).wait()
         except BaseException:
             self._thread.stop()
             raise
@@ -97,7 +95,7 @@ class LLM:
 
     def stats(self) -> dict[int, dict[str, Any]]:
         """The counters of every rank, by rank."""
-        return _wait(self._submit(self._engine.stats()))
+        return self._submit(self._engine.stats()).wait()
 
     def close(self) -> None:
         """Stop all ranks and wait for them. Idempotent."""
@@ -114,7 +112,7 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Work[T]:
         if not self._finalizer.alive:
             work.close()
             raise RuntimeError("this LLM is closed")
@@ -145,7 +143,7 @@ class LLM:
                 bar.set_postfix_str(f"{rate:.1f} tokens/s", refresh=False)
                 bar.update(sum(output is not None for output in outputs) - bar.n)
 
-            _wait(answering, draw)
+            answering.wait(draw)
         return cast("list[RequestOutput]", outputs)
 
 
@@ -165,26 +163,14 @@ async def _answer_all(
     await together(worker(todo) for _ in range(min(engine.request_window, len(outputs))))
 
 
-def _wait(future: concurrent.futures.Future[T], draw: Any = None) -> T:
-    """The future's result. An interrupt (Ctrl-C) cancels the work and is raised once it ended."""
-    try:
-        while True:
-            done, _ = concurrent.futures.wait([future], timeout=POLL_S)
-            if draw is not None:
-                draw()
-            if done:
-                return future.result()
-    except KeyboardInterrupt:
-        future.cancel()
-        raise
-
-
 def _close(thread: LoopThread, engine: AsyncEngine) -> None:
     if thread.is_current:  # collected on the loop's own thread, which cannot wait for itself
         engine.loop.create_task(engine.close()).add_done_callback(lambda _: engine.loop.stop())
         return
-    thread.submit(engine.close()).result()
-    thread.stop()
+    try:
+        thread.submit(engine.close()).wait()
+    finally:
+        thread.stop()
 
 
 def _by_path(settings: Mapping[str, Any]) -> dict[str, Any]:

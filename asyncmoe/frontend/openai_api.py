@@ -74,8 +74,11 @@ class Body(BaseModel):
     def _lengths(self, extra: dict[str, Any]) -> dict[str, Any]:
         raise NotImplementedError
 
-    def requests(self, defaults: Mapping[str, Any]) -> list[tuple[Prompt, SamplingParams]]:
-        """One entry per choice. With a seed, answer j of a prompt has the seed + j."""
+    def requests(self, defaults: Mapping[str, Any]) -> tuple[list[Prompt], list[SamplingParams]]:
+        """The prompts, and the fields of each of the answers that every prompt gets.
+
+        With a seed, answer j has the seed + j. Raises `RequestError`.
+        """
         prompts, params, n = self.prompts(), self.sampling(defaults), self.n or 1
         if len(prompts) * n > CHOICES:
             raise RequestError(
@@ -86,7 +89,7 @@ class Body(BaseModel):
         seeds: list[int | None] = [
             None if params.seed is None else params.seed + j for j in range(n)
         ]
-        return [(prompt, replace(params, seed=seed)) for prompt in prompts for seed in seeds]
+        return prompts, [replace(params, seed=seed) for seed in seeds]
 
 
 class CompletionBody(Body):
@@ -288,7 +291,9 @@ class ChatChoice:
 
     def _one(self, token_id: int, logprob: float) -> dict[str, Any]:
         text = token_text(self._tokenizer, token_id)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        tokenizer = self._tokenizer
+        raw = text.encode() if tokenizer is None else tokenizer.token_bytes(token_id)
+        return {"token": text, "logprob": logprob, "bytes": None if raw is None else list(raw)}
 
 
 def token_text(tokenizer: Tokenizer | None, token_id: int) -> str:

@@ -1,8 +1,8 @@
 """The bytes of tokens that are only a part of a character, from how vocabularies spell them.
 
 A byte-level vocabulary has one printable character for each byte: those of Latin-1 that can be seen
-stand for themselves, the others in turn for U+0100 onwards. A vocabulary with byte fallback spells a
-byte as `<0xE6>`.
+stand for themselves, U+0100 onwards for the others in turn. A vocabulary with byte fallback spells
+a byte as `<0xE6>`.
 """
 
 from __future__ import annotations
