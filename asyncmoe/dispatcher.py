@@ -186,17 +186,7 @@ class Dispatcher:
     def _send_home(self, home: int, parcel: Parcel) -> None:
         for first in range(0, parcel.rows, self._parcel_rows):
             last = min(first + self._parcel_rows, parcel.rows)
-            rows = slice(first, last)
-            piece = Parcel(
-                parcel.kind,
-                parcel.stage,
-                parcel.slot[rows],
-                parcel.epoch[rows],
-                parcel.part[rows],
-                parcel.payload[rows],
-                credits=parcel.credits if last == parcel.rows else 0,
-            )
-            self._post(home, piece)
+            self._post(home, parcel.piece(first, last))
 
     def _post(self, peer: int, parcel: Parcel) -> None:
         try:

@@ -6,23 +6,41 @@ step and not one per request.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Annotated, Any, get_args
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, TypeVar, get_args
 
 import orjson
-from pydantic import Field, TypeAdapter
+from pydantic import AfterValidator, FailFast, Field, TypeAdapter
 
 from asyncmoe.errors import ProtocolError
 
+# Values are checked when a message is decoded: what comes out of `decode` fits numpy's integers.
+# Lists are checked up to their first wrong value, since a list of wrong ones is no small thing.
+T = TypeVar("T")
 U32 = Annotated[int, Field(ge=0, lt=2**32)]
+Id = Annotated[int, Field(ge=0, lt=2**63)]  # of a request
+Listed = Annotated[list[T], FailFast()]
+
+
+def _checked_logprobs(entry: list[Any]) -> list[Any]:
+    _LOGPROBS.validate_python(entry)
+    if len(entry[1]) != len(entry[2]):
+        raise ValueError("as many top ids as logprobs")
+    return entry
+
+
+# (of the token, top ids, theirs); JSON has null for a number that is not finite
+_LOGPROBS: TypeAdapter[Any] = TypeAdapter(tuple[float | None, Listed[U32], Listed[float | None]])
+Finish = Annotated[str, Field(pattern="^(stop|length)$")]
+Logprobs = Annotated[list[Any], AfterValidator(_checked_logprobs)]
 
 
 @dataclass(slots=True)
 class Admit:
     """Front end -> home rank: run this request."""
 
-    request_id: int
-    prompt: list[int]
+    request_id: Id
+    prompt: Listed[U32]
     sampling: dict[str, Any]  # the fields of SamplingParams that the home rank needs
 
 
@@ -30,22 +48,22 @@ class Admit:
 class Abort:
     """Front end -> home rank: the client is gone or a stop string was found."""
 
-    request_id: int
+    request_id: Id
 
 
 @dataclass(slots=True)
 class Discard:
     """Home rank -> expert ranks: rows of these slots up to these epochs are dead. Best effort."""
 
-    slots: list[U32]
-    epochs: list[U32]
+    slots: Listed[U32]
+    epochs: Listed[U32]
 
 
 @dataclass(slots=True)
 class Credit:
     """Expert rank -> home rank: rows given back without a combine row (they were discarded)."""
 
-    rows: int
+    rows: U32
 
 
 @dataclass(slots=True)
@@ -57,11 +75,11 @@ class TokensOut:
     [logprob of the token, [top ids], [top logprobs]].
     """
 
-    request_ids: list[int]
-    tokens: list[int]
-    finish: list[str | None]
-    stop_token: list[bool]
-    logprobs: list[list[Any] | None]
+    request_ids: Listed[Id]
+    tokens: Listed[U32]
+    finish: Listed[Finish | None]
+    stop_token: Listed[bool]
+    logprobs: Listed[Logprobs | None]
 
 
 @dataclass(slots=True)
@@ -72,7 +90,7 @@ class Ended:
     "failed" (say why) or "aborted".
     """
 
-    request_id: int
+    request_id: Id
     reason: str
     message: str
     parameter: str | None = None
@@ -110,7 +128,17 @@ class Shutdown:
 Message = (
     Admit | Abort | Discard | Credit | TokensOut | Ended | Unable | StatsRequest | Stats | Shutdown
 )
+
+
+def _equal_columns(message: TokensOut) -> TokensOut:
+    lengths = {len(getattr(message, column.name)) for column in fields(TokensOut)}
+    if len(lengths) != 1:
+        raise ValueError(f"columns of {sorted(lengths)} entries")
+    return message
+
+
 _ADAPTERS: dict[str, TypeAdapter[Any]] = {t.__name__: TypeAdapter(t) for t in get_args(Message)}
+_ADAPTERS["TokensOut"] = TypeAdapter(Annotated[TokensOut, AfterValidator(_equal_columns)])
 
 
 def encode(message: Message) -> bytes:
@@ -121,8 +149,10 @@ def encode(message: Message) -> bytes:
 def decode(data: bytes) -> Message:
     """The inverse of `encode`. Raises `ProtocolError` for anything else."""
     try:
-        name, fields = orjson.loads(data)
-        message: Message = _ADAPTERS[name].validate_python(fields)
+        name, values = orjson.loads(data)
+        message: Message = _ADAPTERS[name].validate_python(values)
     except (ValueError, KeyError, TypeError) as error:
-        raise ProtocolError(f"control message not understood: {data[:80]!r} ({error})") from error
+        raise ProtocolError(
+            f"control message not understood: {data[:80]!r} ({error!s:.300})"
+        ) from error
     return message

@@ -289,6 +289,8 @@ class Rank:
 
     def _handle(self, source: int, message: Message) -> None:
         match message:
+            case Admit() | Abort() | StatsRequest() | Shutdown() if source != FRONT_END:
+                raise ProtocolError(f"{type(message).__name__} comes from the front end only")
             case Admit() if self._no_experts is not None:
                 self.emit(Ended(message.request_id, "failed", str(self._no_experts)))
             case Admit() if self.home is not None:

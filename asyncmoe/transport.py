@@ -51,11 +51,12 @@ class Parcel:
         return self.slot, self.epoch, self.part, self.fanout, self.expert, self.weight
 
     def piece(self, first: int, last: int) -> Parcel:
-        """Rows `first:last` of a dispatch parcel, as views."""
-        ends = np.cumsum(self.fanout, dtype=np.int64)
-        begin = int(ends[first - 1]) if first else 0
-        pairs = slice(begin, int(ends[last - 1]) if last else 0)
-        rows = slice(first, last)
+        """Rows `first:last` as views; the last piece gives all the credits back."""
+        rows = pairs = slice(first, last)
+        if self.kind is ParcelClass.DISPATCH:
+            ends = np.cumsum(self.fanout, dtype=np.int64)
+            begin = int(ends[first - 1]) if first else 0
+            pairs = slice(begin, int(ends[last - 1]) if last else 0)
         return Parcel(
             self.kind,
             self.stage,
@@ -66,6 +67,7 @@ class Parcel:
             self.fanout[rows],
             self.expert[pairs],
             self.weight[pairs],
+            self.credits if last == self.rows else 0,
         )
 
     def select(self, rows: NDArray[np.int64]) -> Parcel:

@@ -8,6 +8,7 @@ import gc
 import importlib
 import logging
 import os
+import select
 import signal
 import sys
 from collections.abc import Sequence
@@ -70,14 +71,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _output_is_gone() -> bool:
     """Whether nobody reads standard output any more; what is left for it is dropped then."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
-        return True
-    return False
+    output = sys.stdout.fileno()
+    state = select.poll()
+    state.register(output, select.POLLOUT)
+    if not any(events & select.POLLERR for _, events in state.poll(0)):
+        return False  # the pipe that broke is another one
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, output)
+    os.close(nowhere)
+    return True
 
 
 def _run(argv: list[str]) -> int:
