@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 from typing import Any
 
 from asyncmoe import configflags
@@ -31,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
 async def serve(config: Config) -> int:
     """Serve until this is cancelled. Prints the address once requests are welcome."""
     async with running_server(config) as server:
+        gc.freeze()  # torch's objects are many and stay: a walk over them would stall the loop
         print(f"{server.model_name} is served at {server.url}", flush=True)
         await asyncio.get_running_loop().create_future()
     return 0
