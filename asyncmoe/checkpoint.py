@@ -273,10 +273,12 @@ def open_checkpoint(config: ModelConfig) -> Checkpoint:
                 f"model.context is {config.context}; the model's own, {spec.context}, is the most"
             )
         spec = replace(spec, context=config.context)
+    _check_eos(directory / "config.json", spec)
     generation = _read_generation(directory)
     eos = generation.get("eos_token_id")
     if eos is not None:
         spec = replace(spec, eos_ids=tuple(eos) if isinstance(eos, list) else (eos,))
+        _check_eos(directory / "generation_config.json", spec)
     source: WeightSource
     if config.load_format == "dummy":
         source = DummySource(seed=config.seed, std=settings.get("initializer_range") or 0.02)
@@ -315,6 +317,15 @@ def _architecture(config: Mapping[str, Any]) -> str:
     if name not in known:
         raise UnknownName("architecture", str(name), known)
     return str(name)
+
+
+def _check_eos(path: Path, spec: ModelSpec) -> None:
+    for token in spec.eos_ids:
+        if not 0 <= token < spec.vocab:
+            raise ConfigError(
+                f"{path}: eos_token_id is {token}; "
+                f"allowed: ids from 0 and below the vocabulary size, {spec.vocab}"
+            )
 
 
 def _read_generation(directory: Path) -> dict[str, Any]:

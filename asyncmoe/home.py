@@ -134,6 +134,7 @@ class Home:
     def _checked(self, message: Admit) -> Request:
         prompt = np.asarray(message.prompt, np.int64)
         params = SamplingParams.from_wire(message.sampling)
+        params.check_against(self._vocab, self._context)
         if message.request_id in self._by_id:
             raise RequestError(f"request id {message.request_id} is in use", "request_id")
         if not len(prompt):

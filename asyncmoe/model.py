@@ -154,7 +154,9 @@ class Model(ABC):
         """Stage E(layer): x [rows, hidden] -> [out_rows, hidden] in the model dtype.
 
         Output row i is the sum over its pairs in `gather` order, in float32, of weight times
-        expert output.
+        expert output. The products are float32 too, except in families that cast their router's
+        weights to the model dtype: they round each product to it before the sum, as `transformers`
+        does.
         """
 
     @abstractmethod

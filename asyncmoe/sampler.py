@@ -6,8 +6,8 @@ cumulative distribution in order of token ids at one uniform number, which is a 
 request's seed and step; every sum is taken within a row and in a fixed order. So a request's tokens
 do not depend on which rows it shares a batch with, nor on the rank.
 
-Rows that ask for nothing cost one argmax. Nothing is sorted but the candidates of a top-p row. The
-filters are floors under the probability: tokens as likely as the last one kept are kept too.
+Rows that ask for nothing cost one argmax. Nothing is sorted but the few candidates for the last token
+of a top-p row. The filters are floors under the probability: tokens as likely as the last one kept are kept too.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ LOWEST_LOGPROB: Final = -9999.0  # what -inf becomes, since JSON cannot say it
 
 _CHUNK_FLOATS: Final = 1 << 18  # probabilities made at a time: 1 MiB stays in a core's cache
 _BLOCK: Final = 256  # tokens summed together before the running sum over blocks
+_FINE_BITS: Final = 19  # of a float32's 23 mantissa bits, not told apart by a bucket of weights
+_BUCKETS: Final = (0x3F800000 >> _FINE_BITS) + 1  # for weights from 0 to 1
 _GROUP: Final = 64  # tokens whose maximum is taken together in search of the largest
 _U64 = np.uint64
 
@@ -180,7 +182,7 @@ def _draw_into(
     batch: SamplerBatch,
     edited: Float32s | None,
 ) -> None:
-    """Put the sampled rows' tokens in place: top-k rows one by one, all others in chunks."""
+    """Put the sampled rows' tokens in place, a chunk of rows at a time."""
     assert batch.draws is not None
     edit_of = np.full(batch.size, -1, np.int64)
     if batch.edits is not None:
@@ -188,32 +190,27 @@ def _draw_into(
     draws = batch.draws.take(np.flatnonzero(~bad[batch.draws.rows]))
     u = uniforms(draws.seed, draws.step)
     limited = (draws.top_k > 0) & (draws.top_k < raw.shape[1])
-    for i in np.flatnonzero(limited).tolist():
-        row = draws.rows[i]
-        x = raw[row] if edited is None or edit_of[row] < 0 else edited[edit_of[row]]
-        tokens[row] = _draw_of_best(x, peak[row], draws, i, u[i])
-    rest = np.flatnonzero(~limited)
+    best = np.flatnonzero(limited)
+    best = best[np.argsort(draws.top_k[best], kind="stable")]  # like with like costs least
     most = max(1, _CHUNK_FLOATS // raw.shape[1])
-    for start in range(0, len(rest), most):
-        part = draws.take(rest[start : start + most])
-        chunk = raw[part.rows]
-        if edited is not None:
-            changed = np.flatnonzero(edit_of[part.rows] >= 0)
-            chunk[changed] = edited[edit_of[part.rows[changed]]]
-        tokens[part.rows] = _draw_of_all(
-            chunk, peak[part.rows], part, u[rest[start : start + most]]
-        )
+    for which, draw in ((np.flatnonzero(~limited), _draw_of_all), (best, _draw_of_best)):
+        for start in range(0, len(which), most):
+            here = which[start : start + most]
+            part = draws.take(here)
+            chunk = raw[part.rows]
+            if edited is not None:
+                changed = np.flatnonzero(edit_of[part.rows] >= 0)
+                chunk[changed] = edited[edit_of[part.rows[changed]]]
+            tokens[part.rows] = draw(chunk, peak[part.rows], part, u[here])
 
 
-def _draw_of_best(x: Float32s, peak: np.float32, draws: Draws, i: int, u: np.float64) -> np.int64:
-    """The token of draw i, which has a top-k, from its logits x [vocab]: only the k count."""
-    ids = best_ids(x, int(draws.top_k[i]))
-    p = np.exp((x[ids] - peak) * (1 / draws.temperature[i]))
-    floor = np.float32(draws.min_p[i])
-    if draws.top_p[i] < 1:
-        floor = _nucleus_floor(p, floor, float(draws.top_p[i]))
-    mass = (p * (p >= floor)).cumsum(dtype=np.float64)
-    chosen: np.int64 = ids[mass.searchsorted(u * mass[-1], "right")]
+def _draw_of_best(x: Float32s, peak: Float32s, draws: Draws, u: Float64s) -> Int64s:
+    """The tokens of `draws` with a top-k from their logits x [rows, vocab]: only the k count."""
+    ids, values = best_of(x, draws.top_k)
+    p = np.exp((values - peak[:, None]) * (1 / draws.temperature[:, None]))
+    mass = (p * (p >= _floors(p, draws)[:, None])).cumsum(1, dtype=np.float64)
+    target = u * mass[:, -1]
+    chosen: Int64s = ids[np.arange(len(ids)), (mass <= target[:, None]).sum(1)]
     return chosen
 
 
@@ -223,43 +220,81 @@ def _draw_of_all(x: Float32s, peak: Float32s, draws: Draws, u: Float64s) -> Int6
     x -= peak[:, None]
     x *= 1 / draws.temperature[:, None]
     p = torch.from_numpy(x).exp_().numpy()
-    floor = draws.min_p.astype(np.float32)
-    for row in np.flatnonzero(draws.top_p < 1):
-        floor[row] = _nucleus_floor(p[row], floor[row], float(draws.top_p[row]))
-    if floor.any():
-        p *= p >= floor[:, None]
+    floors = _floors(p, draws)
+    if floors.any():
+        p *= p >= floors[:, None]
     return _invert(p, u)
 
 
-def best_ids(x: Float32s, k: int) -> Int64s:
-    """Ids, ascending, of the k largest of x [vocab] and of all equal to the least of them."""
-    groups = len(x) // _GROUP
-    if k * 2 > groups:
-        every: Int64s = np.flatnonzero(x >= np.partition(x, len(x) - k)[len(x) - k])
-        return every
-    # The k-th largest of the maxima of groups is a bound that at least k reach, and few more.
-    maxima = x[: groups * _GROUP].reshape(_GROUP, groups).max(0)
-    ids: Int64s = np.flatnonzero(x >= np.partition(maxima, groups - k)[groups - k])
-    values = x[ids]
-    ids = ids[values >= np.partition(values, len(ids) - k)[len(ids) - k]]
-    return ids
+def best_of(x: Float32s, k: Int64s) -> tuple[Int64s, Float32s]:
+    """Ids, ascending, and values of the k[i] largest of each x[i] and of all equal to their least.
 
-
-def _nucleus_floor(p: Float32s, floor: np.float32, top_p: float) -> np.float32:
-    """The least of the smallest set that has `top_p` of what `floor` keeps of the weights p.
-
-    As a floor it keeps all tokens that are as likely as the last one of the set.
+    Both are [rows, width]; rows with fewer are filled up with values of -inf, at any ids.
     """
-    kept = np.compress(p >= floor, p) if floor > 0 else p
-    total = float(kept.sum(dtype=np.float64))
-    spare = total - top_p * total
-    # Tokens below this have less than `spare` together: the set is found without them.
-    candidates = np.compress(kept >= spare / len(kept), kept)
-    candidates.sort()
-    dropped = candidates.cumsum(dtype=np.float64)
-    dropped += total - dropped[-1]
-    count = int(dropped.searchsorted(spare, "right"))
-    return np.float32(candidates[min(count, len(candidates) - 1)])
+    rows, vocab = x.shape
+    groups = vocab // _GROUP
+    coarse = x
+    if int(k.max()) * 2 <= groups:
+        # The k-th largest of the maxima of groups is a bound that at least k reach, and few more.
+        coarse = x[:, : groups * _GROUP].reshape(rows, _GROUP, groups).max(1)
+    flat = np.flatnonzero(x >= _kth_largest(coarse, k)[:, None])
+    at, found = np.divmod(flat, vocab)
+    counts = np.bincount(at, minlength=rows)
+    place = _places(counts)
+    ids = np.zeros((rows, max(int(counts.max()), int(k.max()))), np.int64)
+    values = np.full(ids.shape, -np.inf, np.float32)
+    ids[at, place] = found
+    values[at, place] = x.ravel()[flat]
+    values[values < _kth_largest(values, k)[:, None]] = -np.inf
+    return ids, values
+
+
+def _kth_largest(x: Float32s, k: Int64s) -> Float32s:
+    """The k[i]-th largest of each x[i]."""
+    largest: Float32s = torch.from_numpy(x).topk(int(k.max()), 1).values.numpy()
+    return largest[np.arange(len(x)), k - 1]
+
+
+def _places(counts: Int64s) -> Int64s:
+    """0, 1, … counts[i] - 1 for each i, one after the other."""
+    return np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+
+
+def _floors(p: Float32s, draws: Draws) -> Float32s:
+    """What each row of weights p [rows, width] must reach to be kept by min-p and top-p."""
+    floors = draws.min_p.astype(np.float32)
+    rows = np.flatnonzero(draws.top_p < 1)
+    if len(rows):
+        floors[rows] = _nucleus_floors(p[rows], floors[rows], draws.top_p[rows])
+    return floors
+
+
+def _nucleus_floors(p: Float32s, floors: Float32s, top_p: Float64s) -> Float32s:
+    """The least of the smallest set of each row that has `top_p` of what its floor keeps of p.
+
+    As a floor it keeps all tokens that are as likely as the last one of the set. Weights are at most
+    1. Sums run from left to right, so that the zeros that fill up a row do not change them.
+    """
+    rows = np.arange(len(p))
+    kept = p * (p >= floors[:, None]) if floors.any() else p
+    # The bits of positive floats are in the order of their values: the leading ones are buckets.
+    bits = kept.view(np.int32) >> _FINE_BITS
+    keys = (bits + (rows * _BUCKETS)[:, None]).ravel()
+    mass = np.bincount(keys, kept.ravel(), len(p) * _BUCKETS).reshape(len(p), _BUCKETS)
+    below = mass.cumsum(1)
+    spare = below[:, -1] - top_p * below[:, -1]
+    bucket = np.minimum((below <= spare[:, None]).sum(1), bits.max(1))
+    inside = np.flatnonzero(bits == bucket[:, None])
+    counts = np.bincount(inside // p.shape[1], minlength=len(p))
+    width = int(counts.max())
+    candidates = np.zeros((len(p), width), np.float32)
+    candidates[np.repeat(rows, counts), _places(counts)] = kept.ravel()[inside]
+    candidates.sort(1)
+    dropped = candidates.cumsum(1, dtype=np.float64)
+    dropped += (below[rows, bucket] - mass[rows, bucket])[:, None]
+    first = (dropped <= spare[:, None]).sum(1).clip(width - counts, width - 1)
+    least: Float32s = candidates[rows, first]
+    return least
 
 
 def _invert(p: Float32s, u: Float64s) -> Int64s:
@@ -297,10 +332,10 @@ def _logprobs(logits: Tensor, tokens: Int64s, batch: SamplerBatch) -> Logprobs |
     raw = asking.numpy()
     at, most = np.arange(len(rows)), min(int(counts.max()), raw.shape[1])
     top_ids = np.zeros((len(rows), most), np.int64)
-    for i in at.tolist() if most else ():
-        ids = best_ids(raw[i], most)
-        ids = ids[np.argsort(-raw[i, ids], kind="stable")[:most]]
-        top_ids[i, : len(ids)] = ids  # fewer only where the row holds NaN
+    if most:
+        ids, values = best_of(raw, np.full(len(rows), most))
+        order = np.argsort(-values, axis=1, kind="stable")[:, :most]
+        top_ids = np.take_along_axis(ids, order, 1)
     with np.errstate(invalid="ignore"):  # rows of infinities, which are bad and report nothing
         chosen = raw[at, tokens[rows]] - total[:, 0]
         top = raw[at[:, None], top_ids] - total

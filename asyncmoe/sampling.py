@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,10 @@ STOP_TOKEN_IDS: Final = 128  # most stop token ids of a request
 LOGIT_BIASES: Final = 1024  # most biased tokens of a request
 TOP_LOGPROBS: Final = 20  # most alternatives whose logprob is reported
 GREEDY_BELOW: Final = 1e-5  # temperatures under this are greedy, as in vLLM
+# Beyond these nothing changes but float32 overflow: every token is as likely, or none is.
+HOTTEST: Final = 1e6  # temperature
+WEAKEST_REPETITION: Final = 1e-3  # penalties under 1 reward repetition
+STRONGEST_REPETITION: Final = 1e3
 
 _FRONT_END_ONLY: Final = frozenset({"stop", "include_stop_str_in_output"})
 
@@ -29,12 +32,12 @@ class SamplingParams:
     Raises `RequestError` naming the field, its value and what is allowed.
     """
 
-    temperature: float = 1.0  # 0 is greedy; at least 0
+    temperature: float = 1.0  # 0 is greedy; [0, HOTTEST]
     top_k: int = 0  # keep the k most likely; 0 or -1 keeps all
     top_p: float = 1.0  # keep the smallest set with this much probability; (0, 1]
     min_p: float = 0.0  # drop tokens below this fraction of the likeliest; [0, 1]
     seed: int | None = None  # same seed, same request: same tokens, whatever the batch
-    repetition_penalty: float = 1.0  # over prompt and output; above 0
+    repetition_penalty: float = 1.0  # over prompt and output; [WEAKEST_, STRONGEST_REPETITION]
     presence_penalty: float = 0.0  # over the output; [-2, 2]
     frequency_penalty: float = 0.0  # over the output; [-2, 2]
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to logits; [-100, 100]
@@ -49,10 +52,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         set_ = object.__setattr__  # the class is frozen for everyone else
         for name, low, high, above in (
-            ("temperature", 0.0, math.inf, False),
+            ("temperature", 0.0, HOTTEST, False),
             ("top_p", 0.0, 1.0, True),
             ("min_p", 0.0, 1.0, False),
-            ("repetition_penalty", 0.0, math.inf, True),
+            ("repetition_penalty", WEAKEST_REPETITION, STRONGEST_REPETITION, False),
             ("presence_penalty", -2.0, 2.0, False),
             ("frequency_penalty", -2.0, 2.0, False),
         ):
@@ -145,10 +148,10 @@ def _integer(name: str, value: object, low: int, high: int | None = None) -> int
 
 
 def _real(name: str, value: object, low: float, high: float, above: bool) -> float:
-    """`value` as a finite float of [low, high], or of (low, high] if `above`."""
-    span = f"numbers {'above' if above else 'from'} {low:g}"
-    if high < math.inf:
-        span += f" {'and up to' if above else 'to'} {high:g}"
+    """`value` as a float of [low, high], or of (low, high] if `above`; both are finite."""
+    span = (
+        f"numbers {'above' if above else 'from'} {low:g} {'and up to' if above else 'to'} {high:g}"
+    )
     if isinstance(value, (bool, str, bytes)) or not hasattr(value, "__float__"):
         raise _refusal(name, value, span)
     try:
@@ -156,7 +159,7 @@ def _real(name: str, value: object, low: float, high: float, above: bool) -> flo
     except (TypeError, ValueError, OverflowError):
         raise _refusal(name, value, span) from None
     inside = low < number <= high if above else low <= number <= high
-    if not inside or not math.isfinite(number):
+    if not inside:
         raise _refusal(name, value, span)
     return number
 

@@ -97,13 +97,13 @@ def compare(arguments: argparse.Namespace, ours: Run, theirs: Run, batch: int) -
         [(7 * i + 13 * j) % 31000 + 10 for j in range(arguments.prompt)] for i in range(batch)
     ]
     best: dict[tuple[str, int], float] = {}
-    for repeat in range(arguments.repeats + 1):
+    for run in (ours, theirs):
+        run(prompts, 2)  # warms up
+    for _ in range(arguments.repeats):
         for new_tokens in (1, arguments.new):
             for name, run in (("ours", ours), ("theirs", theirs)):
                 seconds = timed(run, prompts, new_tokens)
-                if repeat:  # the first warms up
-                    key = name, new_tokens
-                    best[key] = min(seconds, best.get(key, seconds))
+                best[name, new_tokens] = min(seconds, best.get((name, new_tokens), seconds))
     shape = (batch, arguments.prompt, arguments.new)
     mine = rates(best["ours", arguments.new], best["ours", 1], *shape)
     other = rates(best["theirs", arguments.new], best["theirs", 1], *shape)

@@ -139,11 +139,12 @@ class Decoder(Model):
     def _build_home(self) -> None:
         blueprint, dtype = self._blueprint, self.spec.dtype
         embedding = self._read("model.embed_tokens.weight")
-        if blueprint.tied:
-            self._head = Linear(embedding, pack=False)
+        head = embedding if blueprint.tied else self._read("lm_head.weight")
+        self._head = Linear(head, pack=self.pack_weights)
+        if blueprint.tied and not self._head.packed:
             self._embedding = self._head.weight
-        else:
-            self._head, self._embedding = self._linear("lm_head"), embedding
+        else:  # rows of a packed weight cannot be read: the embedding is a copy of its own
+            self._embedding = embedding
             self._bytes += embedding.nbytes
         self._final_norm = self._norm("model.norm")
         self._rotary = make_rotary(blueprint.rope, self.spec.context, dtype, self._device)

@@ -206,7 +206,9 @@ async def test_host_stays_until_the_others_have_read_the_failure() -> None:
 
 async def test_ranks_on_loopback_agree_on_a_token_of_their_own() -> None:
     async with directories(2) as (zero, one):
-        tokens = await asyncio.gather(*(agree_on_token(ClusterConfig(), d, 5.0) for d in (one, zero)))
+        tokens = await asyncio.gather(
+            *(agree_on_token(ClusterConfig(), d, 5.0) for d in (one, zero))
+        )
 
         assert tokens[0] == tokens[1]
         assert len(tokens[0]) >= 32

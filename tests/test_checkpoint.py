@@ -214,6 +214,15 @@ def test_generation_config_gives_eos_ids_and_sampling_defaults(single: Path) -> 
     assert checkpoint.sampling_defaults == {"temperature": 0.6, "top_k": 20}
 
 
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("eos", [384, [2, 10**9], -1])
+def test_an_eos_id_that_no_token_has_is_an_error(single: Path, file: str, eos: Any) -> None:
+    settings = json.loads((single / "config.json").read_text()) | {"eos_token_id": eos}
+    (single / file).write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=rf"{file}: eos_token_id is .*; allowed: .*size, 384"):
+        open_checkpoint(ModelConfig(name=str(single)))
+
+
 @pytest.mark.parametrize("text", ['{"eos_token_id": "2"}', '{"temperature": true}'])
 def test_a_generation_config_with_a_wrong_value_is_an_error(single: Path, text: str) -> None:
     (single / "generation_config.json").write_text(text)
@@ -238,6 +247,20 @@ def test_dummy_weights_depend_on_name_shape_and_seed_alone() -> None:
     assert not torch.equal(DummySource(seed=2, std=0.1).read("a.weight", (300, 40)), weight)
     assert weight.std().item() == pytest.approx(0.1, rel=0.05)
     assert torch.equal(one.read("model.norm.weight", (4,)), torch.ones(4))
+
+
+def test_a_source_that_was_given_up_reads_no_more(single: Path) -> None:
+    spec = open_checkpoint(ModelConfig(name=str(single))).spec
+    for load_format in ("safetensors", "dummy"):
+        config = ModelConfig.model_validate({"name": str(single), "load_format": load_format})
+        with open_checkpoint(config).source as source:
+            shape = (spec.vocab, spec.hidden)
+            assert source.read("model.embed_tokens.weight", shape).shape == shape
+
+            source.give_up()
+
+            with pytest.raises(CheckpointError, match="given up"):
+                source.read("model.embed_tokens.weight", shape)
 
 
 def test_dummy_weights_need_a_config_alone(single: Path) -> None:

@@ -177,6 +177,21 @@ def test_an_interrupt_ends_generate_with_nothing_left(served: Path) -> None:
     assert b"Traceback" not in errors
 
 
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_a_reader_that_leaves_ends_generate_quietly(served: Path, flags: list[str]) -> None:
+    ask = ["--prompt", "x", "--max-tokens", "500", *flags]
+    process = subprocess.Popen(
+        [*COMMAND, "generate", "--model", str(served), *FLAGS, *ask, "--log.level", "warning"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGPIPE
+    assert errors == b""
+
+
 def test_serve_on_a_port_in_use_is_one_clear_error(
     served: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

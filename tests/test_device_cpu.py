@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from asyncmoe.devices import cpu
 from asyncmoe.devices.cpu import CpuDevice
 
 
@@ -96,6 +97,32 @@ async def test_close_finishes_what_is_queued_and_may_be_repeated() -> None:
     assert done == list(range(5))
     await asyncio.gather(*futures)
     assert all(thread.name != "compute" for thread in threading.enumerate())
+
+
+async def test_close_waits_for_endless_work_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "CLOSE_TIMEOUT_S", 0.1)
+    device, may_end = CpuDevice(1), threading.Event()
+    device.submit(may_end.wait)
+    begin_s = time.monotonic()
+
+    await device.close()
+
+    assert 0.05 < time.monotonic() - begin_s < 1.0
+    may_end.set()
+
+
+def test_work_that_outlives_the_loop_ends_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
+    may_end, device = threading.Event(), list[CpuDevice]()
+
+    async def leave() -> None:
+        device.append(CpuDevice(1))
+        device[0].submit(may_end.wait)
+
+    asyncio.run(leave())
+    may_end.set()
+    asyncio.run(device[0].close())
+
+    assert capfd.readouterr().err == ""
 
 
 async def test_busy_time_is_the_time_in_work(device: CpuDevice) -> None:

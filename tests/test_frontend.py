@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from asyncmoe.errors import RequestError, RequestFailed
-from asyncmoe.frontend.admission import Admission, Overloaded
+from asyncmoe.errors import PeerLost, ProtocolError, RequestError, RequestFailed
+from asyncmoe.frontend.admission import Admission, Overloaded, Unavailable
 from asyncmoe.frontend.engine import AsyncEngine
 from asyncmoe.frontend.output import Transcript
 from asyncmoe.frontend.stream import RequestStream
-from asyncmoe.messages import Ended
+from asyncmoe.messages import Ended, Message, Unable, decode, encode
 from asyncmoe.sampling import SamplingParams
 from tests.servedmodel import eventually, make_served_checkpoint, served_config
 
@@ -68,9 +68,18 @@ def test_a_prompt_that_fills_the_pool_may_have_one_token() -> None:
     assert admission(kv_blocks_of={0: 10}).check([1] * 40, params(1)) == 1
 
 
-def test_no_max_tokens_means_to_the_end_of_context_and_pool() -> None:
-    assert admission().check([1] * 60, params(None)) == 40
-    assert admission(kv_blocks_of={0: 20}).check([1] * 60, params(None)) == 21
+def test_no_max_tokens_means_what_the_context_allows_up_to_a_quarter_of_the_pool() -> None:
+    assert admission(kv_blocks_of={0: 100}).check([1] * 60, params(None)) == 40
+    assert admission(kv_blocks_of={0: 20}).check([1] * 50, params(None)) == 20
+    assert admission(kv_blocks_of={0: 20}).check([1] * 75, params(None)) == 6
+    assert admission(kv_blocks_of={0: 20}).check([1] * 50, params(None, min_tokens=25)) == 25
+
+
+def test_the_configured_length_is_for_requests_that_do_not_say() -> None:
+    configured = admission(default_max_tokens=12)
+    assert configured.check([1] * 60, params(None)) == 12
+    assert configured.check([1] * 95, params(None)) == 5
+    assert configured.check([1] * 60, params(40)) == 40
 
 
 def test_requests_go_where_most_kv_blocks_are_free() -> None:
@@ -301,7 +310,11 @@ async def test_a_refused_request_costs_nothing(
 async def test_what_the_home_rank_refuses_or_fails_reaches_the_reader(
     engine: AsyncEngine,
 ) -> None:
-    for reason, error in (("refused", RequestError), ("failed", RequestFailed)):
+    for reason, error in (
+        ("refused", RequestError),
+        ("failed", RequestFailed),
+        ("overloaded", Overloaded),
+    ):
         generation = engine.generate(PROMPT, params(400))
         await generation.start()
         (number,) = engine._streams
@@ -321,6 +334,52 @@ async def test_requests_of_a_lost_home_rank_fail_with_its_name_and_others_go_on(
         await lost.complete()
     assert len((await kept.complete()).token_ids) == 50
     with pytest.raises(RequestFailed, match="rank 1 is lost"):  # it holds experts
+        await engine.generate(PROMPT, params()).start()
+
+
+@pytest.mark.parametrize(
+    ("fault", "raised"),
+    [
+        (TypeError("Integer exceeds 64-bit range"), TypeError),
+        (ProtocolError("too long"), RequestError),
+        (PeerLost(1, "cable pulled"), RequestFailed),
+    ],
+)
+async def test_a_request_that_cannot_be_sent_leaves_nothing(
+    engine: AsyncEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Exception,
+    raised: type[Exception],
+) -> None:
+    def send(rank: int, message: Message) -> None:
+        raise fault
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.rank, "send", send)
+        with pytest.raises(raised):
+            await engine.generate(PROMPT, params()).start()
+    await at_rest(engine)
+
+
+async def test_a_top_k_beyond_every_message_keeps_all_tokens(engine: AsyncEngine) -> None:
+    generations = [engine.generate(PROMPT, params(top_k=2**70)) for _ in range(2)]
+    for generation in generations:
+        await generation.start()  # one on each home rank
+    assert [len((await generation.complete()).token_ids) for generation in generations] == [8, 8]
+
+
+async def test_a_home_rank_that_is_unable_gets_no_more_requests(engine: AsyncEngine) -> None:
+    there = [engine.generate(PROMPT, params(50)) for _ in range(2)]
+    for generation in there:
+        await generation.start()
+    engine._on_message(1, decode(encode(Unable("its link to rank 3 is lost"))))
+    later = [await engine.generate(PROMPT, params(4)).complete() for _ in range(3)]
+    assert all(len(output.token_ids) == 4 for output in later)
+    assert set(engine._admission.account()) == {0}
+    assert engine.unable == {1: "its link to rank 3 is lost"}
+    assert [len((await generation.complete()).token_ids) for generation in there] == [50, 50]
+    engine._on_message(0, Unable("its link to rank 4 is lost"))
+    with pytest.raises(Unavailable, match="rank 3 is lost; its link to rank 4 is lost"):
         await engine.generate(PROMPT, params()).start()
 
 

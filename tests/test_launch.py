@@ -16,6 +16,7 @@ import textwrap
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
@@ -24,7 +25,7 @@ from asyncmoe.config import Config
 from asyncmoe.errors import RankFailed
 from asyncmoe.frontend.bootstrap import with_token
 from asyncmoe.frontend.launch import form_cluster
-from asyncmoe.frontend.localranks import LocalRanks
+from asyncmoe.frontend.localranks import RANK_COMMAND, LocalRanks
 from asyncmoe.frontend.world import Rendezvous, fit_to_world
 from asyncmoe.world import World
 
@@ -164,6 +165,16 @@ async def test_command_that_is_not_there_leaves_nothing() -> None:
         await local.start()
 
     assert local.pids == {}
+
+
+def test_a_rank_runs_no_code_of_the_directory_it_was_started_from(tmp_path: Path) -> None:
+    (tmp_path / "logging.py").write_text("raise SystemExit('code of someone else')")
+
+    rank = subprocess.run(
+        RANK_COMMAND, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+
+    assert rank.stderr == "no configuration on standard input\n"
 
 
 def test_ranks_can_be_started_from_another_thread() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ import pytest
 import asyncmoe
 from asyncmoe import LLM, SamplingParams
 from asyncmoe.errors import ConfigError, RequestError, UnknownName
+from asyncmoe.frontend.loopthread import LoopThread
 from tests.servedmodel import make_served_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
@@ -121,6 +123,61 @@ def test_a_script_needs_no_main_guard_and_no_close(checkpoint: Path, tmp_path: P
     assert counts == "3 3"
     assert children.split()
     assert not [pid for pid in children.split() if Path(f"/proc/{pid}").exists()]
+
+
+async def slow_to_end(ended: list[str]) -> None:
+    try:
+        await asyncio.sleep(60)
+    finally:
+        await asyncio.sleep(0.05)
+        ended.append("cleaned up")
+
+
+def test_an_interrupt_is_raised_after_the_works_own_cleaning_up() -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    thread, ended = LoopThread("asyncmoe"), list[str]()
+    with pytest.raises(KeyboardInterrupt):
+        thread.submit(slow_to_end(ended)).wait(interrupt)
+    assert ended == ["cleaned up"]
+    thread.stop()
+
+
+def test_stopping_the_loop_lets_its_tasks_clean_up() -> None:
+    thread, ended = LoopThread("asyncmoe"), list[str]()
+    thread.submit(slow_to_end(ended))
+    thread.submit(asyncio.sleep(0)).wait()
+    thread.stop()
+    assert ended == ["cleaned up"]
+
+
+def test_an_interrupted_start_leaves_no_rank_and_no_thread(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import os, signal, threading, time\n"
+        f"from asyncmoe import LLM\n"
+        f"task = f'/proc/{{os.getpid()}}/task'\n"
+        f"def ranks():\n"
+        f"    each = [open(f'{{task}}/{{t}}/children').read() for t in os.listdir(task)]\n"
+        f"    return ' '.join(each).split()\n"
+        f"def interrupt():\n"
+        f"    while not ranks():\n"
+        f"        time.sleep(0.01)\n"
+        f"    os.kill(os.getpid(), signal.SIGINT)\n"
+        f"threading.Thread(target=interrupt, daemon=True).start()\n"
+        f"try:\n"
+        f"    LLM({str(checkpoint)!r}, ranks=2, threads=1)\n"
+        f"except KeyboardInterrupt:\n"
+        f"    print(ranks(), [t.name for t in threading.enumerate()])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.stdout == "[] ['MainThread']\n", done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_importing_the_package_does_not_import_torch() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from asyncmoe.errors import ConfigError
 from asyncmoe.model import ExpertBatch, RowBatch
 from asyncmoe.models.hfconfig import ConfigReader
 from asyncmoe.models.layers.experts import combine, make_experts
-from asyncmoe.models.layers.linear import ACTIVATIONS, Linear
+from asyncmoe.models.layers.linear import ACTIVATIONS, Linear, gated
 from asyncmoe.models.layers.norm import RmsNorm
 from asyncmoe.models.layers.paged import PagedBatch, paged_attention
 from asyncmoe.models.layers.rope import inverse_frequencies, make_rotary, read_rope
@@ -262,6 +263,28 @@ def test_a_linear_layer_multiplies_and_adds(pack: bool, rows: int) -> None:
     layer = Linear(weight, bias, pack=pack)
     torch.testing.assert_close(layer(x), x @ weight.T + bias, atol=1e-5, rtol=1e-5)
     assert layer.nbytes == 4 * (24 * 40 + 24)
+
+
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_row_is_the_same_among_any_number_of_rows_and_threads(pack: bool) -> None:
+    layer, x = Linear(normal(1024, 40, seed=1), pack=pack), normal(300, 40, seed=2)
+
+    def run(rows: Tensor) -> Tensor:
+        return gated(layer(rows), ACTIVATIONS["silu"])
+
+    alone = torch.cat([run(row[None]) for row in x])
+
+    for rows in (2, 3, 7, 33, 134, 148, 197, 300):
+        assert torch.equal(run(x[:rows]), alone[:rows])
 
 
 def test_a_norm_divides_by_the_root_of_the_mean_square() -> None:

@@ -135,15 +135,22 @@ def test_packed_and_plain_weights_give_the_same_tokens(
     assert relative(logits, reference_logits(path, ids[0])) < FLOAT32
 
 
-def test_rows_do_not_depend_on_their_batch() -> None:
-    path = cached_checkpoint("qwen3_moe")
-    ids = sequences(30, 50, 3, 17)
-    alone = [make_runner(path).play([tokens], [7], [9])[0] for tokens in ids]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("pack", [None, False, True])
+def test_logits_alone_are_those_in_a_batch_of_32_bit_for_bit(
+    dtype: torch.dtype, pack: bool | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setattr(Decoder, "pack_weights", pack)
+    path = make_checkpoint(tmp_path, "qwen3_moe", dtype=dtype, mlp_only_layers=[3])
+    lengths = [3 + 7 * i % 100 for i in range(32)]  # decode contexts on both sides of a cut
+    prompts = [max(1, length - 1 - i % 5) for i, length in enumerate(lengths)]
+    ids = sequences(*lengths)
 
-    together = make_runner(path).play(ids, [5, 16, 3, 2], [20, 40, 1, 9])
+    together = make_runner(path, requests=32).play(ids, [16] * 32, prompts)
 
-    for one, other in zip(together, alone, strict=True):
-        assert relative(one, other) < 1e-5
+    for i in (0, 1, 2, 9, 13, 14, 27, 31):
+        (alone,) = make_runner(path).play([ids[i]], [16], [prompts[i]])
+        assert torch.equal(alone, together[i]), f"sequence {i} of {lengths[i]} tokens"
 
 
 def test_dynamic_rope_beyond_the_trained_positions_follows_the_length(tmp_path: Any) -> None:

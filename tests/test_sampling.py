@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from asyncmoe.errors import ProtocolError, RequestError
-from asyncmoe.sampler import Sampled, best_ids, sample, uniforms
-from asyncmoe.sampling import SamplingParams
+from asyncmoe.sampler import Sampled, best_of, sample, uniforms
+from asyncmoe.sampling import HOTTEST, SamplingParams
 from asyncmoe.samplingtable import GO_ON, LENGTH, STOP, SamplingTable
 
 VOCAB = 700  # several blocks of the cumulative sum, and not a multiple of them
@@ -47,12 +48,12 @@ def sample_all(logits: torch.Tensor, *params: SamplingParams) -> Sampled:
 @pytest.mark.parametrize(
     ("field", "values"),
     [
-        ("temperature", [-0.1, math.nan, math.inf, "1", True, None, 1j]),
+        ("temperature", [-0.1, math.nan, math.inf, 1e39, "1", True, None, 1j]),
         ("top_k", [-2, 1.0, "5", True, None]),
         ("top_p", [0, -0.1, 1.01, math.nan, "0.5", True]),
         ("min_p", [-0.1, 1.01, math.nan, False]),
         ("seed", [2**64, -(2**63) - 1, 1.5, "3", True]),
-        ("repetition_penalty", [0, -1, math.inf, math.nan]),
+        ("repetition_penalty", [0, -1, 1e-300, 1e39, math.inf, math.nan]),
         ("presence_penalty", [-2.1, 2.1, math.nan, "0"]),
         ("frequency_penalty", [-2.1, 2.1, math.nan, None]),
         ("logit_bias", [[1], {1: 101}, {1: math.nan}, {-1: 1}, {"x": 1}, {1.5: 1}, {1: "2"}]),
@@ -220,10 +221,56 @@ def test_tokens_as_likely_as_the_last_one_kept_are_kept_too(params: dict[str, An
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(-4, 4), min_size=1, max_size=700), st.data())
-def test_the_best_ids_are_those_of_a_sort(values: list[int], data: st.DataObject) -> None:
-    x = np.array(values, np.float32)
-    k = data.draw(st.integers(1, len(values)))
-    assert best_ids(x, k).tolist() == np.flatnonzero(x >= np.sort(x)[-k]).tolist()
+def test_the_best_are_those_of_a_sort(values: list[int], data: st.DataObject) -> None:
+    x = np.array([values, values[::-1]], np.float32)
+    k = np.array([data.draw(st.integers(1, len(values))) for _ in range(2)])
+    ids, best = best_of(x, k)
+    for row in range(2):
+        kept = best[row] > -np.inf
+        assert (
+            ids[row, kept].tolist() == np.flatnonzero(x[row] >= np.sort(x[row])[-k[row]]).tolist()
+        )
+        assert best[row, kept].tolist() == x[row, ids[row, kept]].tolist()
+
+
+@pytest.mark.parametrize(
+    "filters", [{"top_k": 20}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.8, "min_p": 0.01}], ids=str
+)
+def test_python_runs_no_line_more_for_more_rows_of_a_chunk(filters: dict[str, Any]) -> None:
+    def lines(rows: int) -> int:
+        params = [SamplingParams(seed=seed, logprobs=5, **filters) for seed in range(rows)]
+        logits, batch, count = make_logits(rows), make_table(*params).batch(np.arange(rows)), 0
+
+        def trace(_frame: Any, event: str, _arg: Any) -> Any:
+            nonlocal count
+            count += event == "line"
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            sample(logits, batch)
+        finally:
+            sys.settrace(before)
+        return count
+
+    assert lines(200) == lines(2)
+
+
+@pytest.mark.parametrize(
+    "extreme",
+    [{"temperature": HOTTEST}, {"repetition_penalty": 1e3}, {"repetition_penalty": 1e-3}],
+    ids=str,
+)
+@pytest.mark.parametrize("filters", [{}, {"top_k": 600}, {"top_p": 0.99}], ids=str)
+def test_the_most_extreme_values_allowed_still_sample(
+    extreme: dict[str, Any], filters: dict[str, Any]
+) -> None:
+    params = [SamplingParams(seed=seed, min_tokens=1, **extreme, **filters) for seed in range(50)]
+    sampled = sample_all(make_logits(1).expand(50, -1), *params)
+    assert not sampled.bad.any()
+    assert len(set(sampled.tokens.tolist())) > (40 if "temperature" in extreme else 0)
+    assert EOS not in sampled.tokens
 
 
 # ---- batches

@@ -18,6 +18,7 @@ import openai
 import pytest
 
 from asyncmoe.errors import ConfigError
+from asyncmoe.messages import Unable
 from asyncmoe.server import Server, running_server
 from tests.servedmodel import eventually, make_served_checkpoint, served_config
 
@@ -58,6 +59,20 @@ async def at_rest(server: Server, timeout_s: float = 15.0) -> None:
         return server.engine.running == 0 and reports[0]["running_requests"] == 0
 
     await eventually(idle, timeout_s)
+
+
+def count_tokenised(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts that are tokenised from now on."""
+    tokenizer, texts = server.engine.tokenizer, list[str]()
+    assert tokenizer is not None
+    encode = tokenizer.encode
+
+    def counted(text: str, **options: bool) -> list[int]:
+        texts.append(text)
+        return encode(text, **options)
+
+    monkeypatch.setattr(tokenizer, "encode", counted)
+    return texts
 
 
 async def running(server: Server, requests: int = 1) -> None:
@@ -168,7 +183,9 @@ async def test_logprobs_have_the_shape_of_each_endpoint(client: openai.AsyncOpen
     assert nested.content is not None
     first = nested.content[0]
     assert len(nested.content) == 3
-    assert first.bytes == list(first.token.encode())
+    spelled = b"".join(bytes(each.bytes or ()) for each in nested.content)
+    assert spelled.decode(errors="replace") == chat.choices[0].message.content
+    assert list("\ufffd".encode()) not in [each.bytes for each in nested.content]
     assert first.top_logprobs[0].logprob == first.logprob
 
 
@@ -201,6 +218,59 @@ async def test_models_are_listed_and_health_is_ok(
     assert (await client.models.retrieve("test")).id == "test"
     async with http.get("/health") as response:
         assert (response.status, (await response.json())["status"]) == (200, "ok")
+
+
+async def test_a_prompt_is_tokenised_once_for_all_its_answers(
+    server: Server, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenised = count_tokenised(server, monkeypatch)
+    body = {"prompt": ["hello", "you"], "n": 4, "max_tokens": 2, **ON}
+    async with http.post("/v1/completions", json=body) as response:
+        answer = await response.json()
+    assert len(answer["choices"]) == 8
+    assert answer["usage"]["prompt_tokens"] == 8
+    assert sorted(tokenised) == ["hello", "you"]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+async def test_a_text_that_is_far_too_long_is_refused_before_it_is_tokenised(
+    server: Server, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch, chat: bool
+) -> None:
+    tokenised = count_tokenised(server, monkeypatch)
+    text = "x" * 4000  # there is room for 512 tokens of 6 bytes
+    path, body = "completions", {"prompt": text, "n": 128}
+    if chat:
+        path, body = "chat/completions", {"messages": [{"role": "user", "content": text}]}
+    async with http.post(f"/v1/{path}", json=body) as response:
+        error = (await response.json())["error"]
+    assert response.status == 400
+    assert "is too long: there is room for 512 tokens" in error["message"]
+    assert tokenised == []
+
+
+async def test_health_names_a_rank_that_is_unable(
+    server: Server, http: aiohttp.ClientSession
+) -> None:
+    server.engine._on_message(0, Unable("its link to rank 1 is lost"))
+    async with http.get("/health") as response:
+        assert response.status == 503
+        assert (await response.json())["unable"] == {"0": "its link to rank 1 is lost"}
+    async with http.post("/v1/completions", json={"prompt": "x"}) as response:
+        assert response.status == 503
+
+
+async def test_more_requests_than_a_home_queues_are_told_to_try_again(checkpoint: Path) -> None:
+    config = served_config(checkpoint, kv={"blocks": 4}, engine={"queue_requests": 1})
+    body = {"prompt": [5], "max_tokens": 40, **ON}
+    async with running_server(config) as server, aiohttp.ClientSession(server.url) as http:
+
+        async def ask() -> int:
+            async with http.post("/v1/completions", json=body) as response:
+                await response.read()
+                return response.status
+
+        statuses = await asyncio.gather(*(ask() for _ in range(8)))
+    assert set(statuses) == {200, 429}
 
 
 # ---- bad requests

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +169,42 @@ def test_text_that_is_no_unicode_is_refused(tmp_path: Path) -> None:
         tokenizer.encode("half a pair: \ud83d")
 
 
+def test_other_threads_run_while_a_long_text_is_tokenised(tmp_path: Path) -> None:
+    tokenizer = load(write(tmp_path, make_core()))
+    working = threading.Thread(target=tokenizer.encode, args=("the quick fox " * 60_000,))
+    working.start()
+    turns = 0
+    while working.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 10  # two at most if the library kept the interpreter's lock
+
+
+def test_a_token_has_its_own_bytes_though_it_is_a_part_of_a_character(tmp_path: Path) -> None:
+    tokenizer = load(write(tmp_path, make_core()))
+    for text in (*TEXTS, "ÿ\xad\x00\ufffd 한"):
+        ids = tokenizer.encode(text)
+        assert b"".join(tokenizer.token_bytes(each) or b"?" for each in ids) == text.encode()
+
+
+def test_bytes_of_a_vocabulary_with_byte_fallback(tmp_path: Path) -> None:
+    vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": 1 + byte for byte in range(256)}, "ab": 257}
+    core = Core(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    core.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = load(write(tmp_path, core))
+    assert [tokenizer.token_bytes(id_) for id_ in (1 + 0xE6, 1 + 0x41, 257)] == [
+        b"\xe6",
+        b"A",
+        b"ab",
+    ]
+
+
+def test_the_longest_token_is_known_in_bytes(tmp_path: Path) -> None:
+    core = make_core()
+    core.add_tokens(["日" * 50])
+    assert load(write(tmp_path, core)).longest_token_bytes == 150
+
+
 def test_loading_a_fast_tokenizer_does_not_import_transformers(tmp_path: Path) -> None:
     write(tmp_path, make_core(), BASE)
     code = (
@@ -210,9 +248,6 @@ def test_chat_prompts_equal_those_of_transformers(
     ours, theirs = load(chat_directory), AutoTokenizer.from_pretrained(chat_directory)
     expected = theirs.apply_chat_template(MESSAGES, tokenize=False, **options)
     assert ours.render_chat(MESSAGES, **options) == expected
-    assert ours.encode_chat(MESSAGES, **options) == theirs.encode(
-        expected, add_special_tokens=False
-    )
 
 
 def test_text_parts_are_joined(chat_directory: Path) -> None:
@@ -238,14 +273,14 @@ def test_messages_that_cannot_be_rendered_are_refused(
     chat_directory: Path, messages: list[Any], complaint: str
 ) -> None:
     with pytest.raises(RequestError, match=complaint) as caught:
-        load(chat_directory).encode_chat(messages)
+        load(chat_directory).render_chat(messages)
     assert caught.value.parameter == "messages"
 
 
 def test_a_missing_chat_template_is_named_when_it_is_needed(tmp_path: Path) -> None:
     tokenizer = load(write(tmp_path, make_core(), BASE))
     with pytest.raises(RequestError, match=r"no chat template.*chat_template\.jinja"):
-        tokenizer.encode_chat(MESSAGES)
+        tokenizer.render_chat(MESSAGES)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +292,7 @@ def test_a_template_cannot_leave_its_sandbox_nor_break_the_engine(
 ) -> None:
     tokenizer = load(write(tmp_path, make_core(), {**BASE, "chat_template": template}))
     with pytest.raises(RequestError, match="template"):
-        tokenizer.encode_chat(MESSAGES)
+        tokenizer.render_chat(MESSAGES)
 
 
 def test_a_tokenizer_saved_by_transformers_is_read_back(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from asyncmoe.config import Config
 from asyncmoe.errors import PeerLost, ProtocolError, RequestError, RequestFailed
 from asyncmoe.frontend.admission import Admission, Booking, Overloaded, Unavailable
 from asyncmoe.frontend.generation import Generation
-from asyncmoe.frontend.output import Transcript
+from asyncmoe.frontend.output import FinishReason, Transcript
 from asyncmoe.frontend.prompts import Prompt, encode_prompts
 from asyncmoe.frontend.startup import start_ranks
 from asyncmoe.frontend.stream import RequestStream

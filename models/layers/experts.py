@@ -11,10 +11,12 @@ from torch.nn import functional
 
 from asyncmoe.model import ExpertBatch
 from asyncmoe.models.layers.linear import (
+    TILE_ROWS,
     Activation,
     GatedMlp,
     Linear,
-    packing_pays_always,
+    gated,
+    packing_pays,
     product_dtype,
 )
 
@@ -22,6 +24,7 @@ from asyncmoe.models.layers.linear import (
 class Experts(ABC):
     """Local experts of one layer. Packed 4- and 8-bit weights are one more class of this kind.
 
+    On a CPU an output row is the same, bit for bit, whatever other pairs are in the batch.
     `round_products` rounds weight times output to x's dtype before the sum, as families do that
     cast their router's weights; otherwise the products are float32 like the sum.
     """
@@ -64,7 +67,11 @@ class SeparateExperts(Experts):
 
 
 class GroupedExperts(Experts):
-    """The experts' weights in one tensor, multiplied by a grouped product."""
+    """The experts' weights in one tensor, multiplied by a grouped product.
+
+    That product is a plain one per expert, so that each expert's rows are padded like those of a
+    plain `Linear`, and for the same reason.
+    """
 
     def __init__(
         self,
@@ -81,11 +88,16 @@ class GroupedExperts(Experts):
         self.activation = activation
 
     def outputs(self, x: Tensor, counts: Tensor) -> Tensor:
-        ends = counts.cumsum(0, dtype=torch.int32)
-        inner = functional.grouped_mm(x.to(self.dtype), self.gate_up, offs=ends).to(x.dtype)
-        gate, up = inner.chunk(2, -1)
-        inner = (self.activation(gate) * up).to(self.dtype)
-        return functional.grouped_mm(inner, self.down, offs=ends).to(x.dtype)
+        padded = (counts + (TILE_ROWS - 1)) // TILE_ROWS * TILE_ROWS
+        ends = padded.cumsum(0)
+        shift = ends - padded - (counts.cumsum(0) - counts)
+        place = torch.arange(len(x), device=x.device) + shift.repeat_interleave(counts)
+        rows = x.new_zeros((int(ends[-1]), x.shape[1]), dtype=self.dtype)
+        rows[place] = x.to(self.dtype)
+        ends = ends.to(torch.int32)
+        inner = functional.grouped_mm(rows, self.gate_up, offs=ends).to(x.dtype)
+        inner = gated(inner, self.activation).to(self.dtype)
+        return functional.grouped_mm(inner, self.down, offs=ends)[place].to(x.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -106,9 +118,7 @@ def make_experts(
     """
     row_bytes = [w.shape[2] * product_dtype(w.dtype, w.device).itemsize for w in (gate_up, down)]
     groupable = all(size % 16 == 0 for size in row_bytes)  # the grouped product asks for that
-    if pack is None:
-        pack = gate_up.device.type == "cpu" and packing_pays_always()
-    if groupable and not pack:
+    if groupable and not (packing_pays(gate_up[:1]) if pack is None else pack):
         return GroupedExperts(gate_up, down, activation, round_products=round_products)
     mlps = [
         GatedMlp(Linear(a, pack=pack), Linear(b, pack=pack), activation)

@@ -1,11 +1,14 @@
 """Matrix products with weights laid out once, at load, in the form this CPU multiplies fastest.
 
 oneDNN can reorder a weight for products with few rows ("packed"). With AVX512 that pays for every
-weight; with AVX2 it doubles the speed of large ones and slows small ones down. A CPU without
-bfloat16 instructions takes four to six times longer for a bfloat16 product than for a float32 one,
-so that weights are widened to float32 there: products of bfloat16 numbers are exact in float32, so
-that nothing is lost but memory. All choices follow from the CPU and the shapes alone, so that equal
-ranks round alike.
+weight; with AVX2 for all but small ones. A CPU without bfloat16 instructions takes four to six
+times longer for a bfloat16 product than for a float32 one, so that weights are widened to float32
+there: products of bfloat16 numbers are exact in float32, so that nothing is lost but memory.
+
+All choices follow from the CPU and the shapes alone, so that equal ranks round alike; and a row is
+rounded the same way whatever rows are multiplied with it. Packed products have that property. BLAS
+takes other kernels for the last rows of a product that is no multiple of `TILE_ROWS` high, so that
+plain products are padded to one.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-LARGE_WEIGHT = 1 << 22  # elements; it does not fit the caches
+LARGE_WEIGHT = 1 << 17  # elements; from here on packed products are faster than padded ones
+TILE_ROWS = 4
+SERIAL_ELEMENTS = 1 << 15  # elementwise work up to this size is not shared between threads
 Activation = Callable[[Tensor], Tensor]
 ACTIVATIONS: dict[str, Activation] = {
     "silu": functional.silu,
@@ -33,15 +38,15 @@ def _cpu_multiplies_bfloat16() -> bool:
 
 
 @cache
-def packing_pays_always() -> bool:
-    """Whether packed products are faster at every size on this CPU."""
+def _packing_pays_always() -> bool:
     return bool(torch.backends.cpu.get_cpu_capability().startswith("AVX512"))
 
 
-def _packing_pays(weight: Tensor) -> bool:
+def packing_pays(weight: Tensor) -> bool:
+    """Whether products with `weight` are faster packed, on this CPU."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
-    return packing_pays_always() or weight.numel() >= LARGE_WEIGHT
+    return _packing_pays_always() or weight.numel() >= LARGE_WEIGHT
 
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -54,6 +59,7 @@ def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 class Linear:
     """x [rows, in] -> x W^T + b [rows, out] in `out_dtype`, which defaults to the weight's own.
 
+    On a CPU each row's result is the same, bit for bit, whatever the other rows and their number.
     `pack` says whether the weight is packed; None: where that is faster. A weight that is read
     elsewhere too must not be.
     """
@@ -71,20 +77,43 @@ class Linear:
         weight = weight.to(self.dtype)
         self.bias = None if bias is None else bias.to(self.dtype)
         self.nbytes: int = weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
-        self.packed = _packing_pays(weight) if pack is None else pack
+        self.packed = packing_pays(weight) if pack is None else pack
         if self.packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
         self.weight = weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        x = x.to(self.dtype)
         if self.packed:
             y: Tensor = torch.ops.mkldnn._linear_pointwise(
-                x, self.weight, self.bias, "none", [], ""
+                x.to(self.dtype), self.weight, self.bias, "none", [], ""
             )
         else:
-            y = functional.linear(x, self.weight, self.bias)
+            y = functional.linear(_whole_tiles(x, self.dtype), self.weight, self.bias)[: len(x)]
         return y.to(self.out_dtype)
+
+
+def _whole_tiles(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in `dtype`, with rows of zeros below it up to a multiple of `TILE_ROWS`."""
+    rows, width = x.shape
+    missing = -rows % TILE_ROWS
+    if not missing:
+        return x.to(dtype)
+    padded = x.new_zeros((rows + missing, width), dtype=dtype)
+    padded[:rows] = x
+    return padded
+
+
+def gated(gate_up: Tensor, activation: Activation) -> Tensor:
+    """[rows, 2 * width] -> act(gate) * up, [rows, width].
+
+    The activation takes few rows at a time: torch divides larger work between threads in the middle
+    of rows, and rounds the elements at a division otherwise.
+    """
+    gate, up = gate_up.chunk(2, -1)
+    most = max(1, SERIAL_ELEMENTS // gate.shape[1])
+    if len(gate) <= most:
+        return activation(gate) * up
+    return torch.cat([activation(rows) for rows in gate.split(most)]) * up
 
 
 class GatedMlp:
@@ -97,8 +126,7 @@ class GatedMlp:
         self.gate_up, self.down, self.activation = gate_up, down, activation
 
     def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down(self.activation(gate) * up)
+        return self.down(gated(self.gate_up(x), self.activation))
 
     @property
     def nbytes(self) -> int:

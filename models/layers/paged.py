@@ -1,13 +1,15 @@
 """Attention over a paged K/V cache for segments of any lengths, without padding to the longest.
 
-Decode rows: each request's context is cut into spans of a few blocks; every (request, span) is one
-small attention, and a request's spans are joined by a float32 softmax over their log-sums, so that
-a row costs its own spans whatever its neighbours have. Requests of nearly the same length need no
-cut: one span each, and nothing to join. Prefill chunks: one fused attention per chunk.
+Decode rows: requests of similar length share one attention, padded to the longest of them. Prefill
+chunks: one fused attention per chunk. Padding comes behind a row's own tokens and adds exact zeros
+to its sums, so that on a CPU a row's result is the same, bit for bit, whatever its neighbours; but
+a prompt that is cut into other chunks may be rounded otherwise, and so may a token that is prefill
+rather than decode.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -15,17 +17,18 @@ from torch import Tensor
 
 from asyncmoe.model import RowBatch
 
-SPAN_TOKENS = 32  # of a span, if contexts differ: little to pad, few spans to join
-PADDING = 1.25  # contexts are not cut if padding them to the longest costs at most this factor
+PADDING = 1.25  # rows are not parted if padding them to the longest costs at most this factor
+SHORT_TOKENS = 64  # rows up to this long are never parted
+TILE_TOKENS = 16  # contexts are padded to a multiple: BLAS rounds the last few columns otherwise
 
 
 @dataclass(frozen=True, slots=True)
-class Spans:
-    """The (request, span) pairs of a batch's decode rows, sorted by request."""
+class Group:
+    """Decode rows that share one attention."""
 
-    row: Tensor | None  # int64 [pairs]: decode row; None: one span per row, in order
-    block: Tensor  # int64 [pairs * blocks of a span]: block ids in the cache
-    mask: Tensor  # [pairs, 1, 1, tokens of a span]: 0 or, where the row must not look, -inf
+    rows: Tensor | None  # int64 [n]; None: all decode rows, in order
+    block: Tensor  # int64 [n * blocks of a row]: block ids in the cache
+    mask: Tensor  # [n, 1, 1, tokens of a row]: 0 or, where the row must not look, -inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +46,15 @@ class PagedBatch:
 
     def __init__(self, rows: RowBatch) -> None:
         self.rows = rows
-        self._spans: dict[tuple[int | None, torch.dtype], Spans] = {}
+        self._groups: dict[tuple[int | None, torch.dtype], list[Group]] = {}
         self._chunks: list[Chunk] | None = None
 
-    def spans(self, window: int | None, dtype: torch.dtype) -> Spans:
-        """Spans of the decode rows, for layers with this window, mask in `dtype`."""
+    def groups(self, window: int | None, dtype: torch.dtype) -> list[Group]:
+        """The decode rows, for layers with this window, masks in `dtype`."""
         key = window, dtype
-        if key not in self._spans:
-            self._spans[key] = _spans(self.rows, window, dtype)
-        return self._spans[key]
+        if key not in self._groups:
+            self._groups[key] = _groups(self.rows, window, dtype)
+        return self._groups[key]
 
     def chunks(self) -> list[Chunk]:
         """The prefill segments."""
@@ -65,27 +68,46 @@ class PagedBatch:
         return self._chunks
 
 
-def _spans(rows: RowBatch, window: int | None, dtype: torch.dtype) -> Spans:
-    size, device = rows.block_tokens, rows.context_len.device
-    context = rows.context_len[: rows.decode_rows]
-    blocks = (context + (size - 1)) // size
-    longest = int(blocks.max())
-    if window is None and longest * len(context) <= PADDING * int(blocks.sum()):
-        block = rows.block_table[: rows.decode_rows, :longest].reshape(-1)
-        position = torch.arange(longest * size, device=device)
-        return Spans(None, block, _additive(position >= context[:, None], dtype))
+def _groups(batch: RowBatch, window: int | None, dtype: torch.dtype) -> list[Group]:
+    """One group if all rows are of similar length, else one per halving of the longest."""
+    size = batch.block_tokens
+    context = batch.context_len[: batch.decode_rows]
     oldest = torch.zeros_like(context) if window is None else (context - window).clamp_(min=0)
     first = oldest // size
-    span = max(1, SPAN_TOKENS // size)
-    counts = (blocks - first + (span - 1)) // span
-    row = torch.repeat_interleave(counts)
-    nth = torch.arange(len(row), device=device) - (counts.cumsum(0) - counts)[row]
-    start = (first[row] + nth * span)[:, None]
-    ordinal = start + torch.arange(span, device=device)  # of the request's blocks
-    block = rows.block_table[row[:, None], ordinal.clamp_(max=rows.block_table.shape[1] - 1)]
-    position = start * size + torch.arange(span * size, device=device)
-    hidden = (position >= context[row, None]) | (position < oldest[row, None])
-    return Spans(row, block.view(-1), _additive(hidden, dtype))
+    blocks = (context + (size - 1)) // size - first
+    most = int(blocks.max())
+    if most * len(blocks) <= PADDING * int(blocks.sum()):
+        return [_group(batch, None, first, most, oldest, dtype)]
+    groups = []
+    while most:
+        least = most // 2 if most * size > SHORT_TOKENS else 0
+        rows = ((blocks > least) & (blocks <= most)).nonzero()[:, 0]
+        if len(rows):
+            longest = int(blocks[rows].max())
+            groups.append(_group(batch, rows, first[rows], longest, oldest[rows], dtype))
+        most = least
+    return groups
+
+
+def _group(
+    batch: RowBatch,
+    rows: Tensor | None,
+    first: Tensor,  # int64 [n]: first block, by its place in the request
+    blocks: int,  # of the longest row
+    oldest: Tensor,  # int64 [n]: first position that the row sees
+    dtype: torch.dtype,
+) -> Group:
+    size, device = batch.block_tokens, first.device
+    tile = TILE_TOKENS // math.gcd(TILE_TOKENS, size)
+    blocks = -(-blocks // tile) * tile
+    every = slice(0, batch.decode_rows) if rows is None else rows
+    ordinal = first[:, None] + torch.arange(blocks, device=device)
+    table = batch.block_table[every]
+    block = table.gather(1, ordinal.clamp_(max=table.shape[1] - 1)).view(-1)
+    position = (first * size)[:, None] + torch.arange(blocks * size, device=device)
+    context = batch.context_len[every, None]
+    hidden = (position >= context) | (position < oldest[:, None])
+    return Group(rows, block, _additive(hidden, dtype))
 
 
 def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
@@ -114,12 +136,12 @@ def paged_attention(
     decode = batch.rows.decode_rows
     chunks = batch.chunks()
     if not chunks:
-        spans = batch.spans(window, query.dtype)
-        return _decode(query, key_cache, value_cache, spans, scale, sinks)
+        groups = batch.groups(window, query.dtype)
+        return _decode(query, key_cache, value_cache, groups, scale, sinks)
     output = torch.empty_like(query)
     if decode:
-        spans = batch.spans(window, query.dtype)
-        output[:decode] = _decode(query[:decode], key_cache, value_cache, spans, scale, sinks)
+        groups = batch.groups(window, query.dtype)
+        output[:decode] = _decode(query[:decode], key_cache, value_cache, groups, scale, sinks)
     for chunk in chunks:
         rows = slice(chunk.start, chunk.stop)
         keys, values, oldest = key[rows], value[rows], 0
@@ -151,40 +173,40 @@ def _decode(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    spans: Spans,
+    groups: list[Group],
+    scale: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    if groups[0].rows is None:
+        return _decode_group(query, key_cache, value_cache, groups[0], scale, sinks)
+    output = torch.empty_like(query)
+    for group in groups:
+        own = query[group.rows]
+        output[group.rows] = _decode_group(own, key_cache, value_cache, group, scale, sinks)
+    return output
+
+
+def _decode_group(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    group: Group,
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
     rows, heads, dim = query.shape
     kv_heads = key_cache.shape[2]
-    pairs = len(spans.mask)
     # The query heads of a KV head are the queries of one attention, so that K and V are not spread.
     grouped = query.view(rows, kv_heads, heads // kv_heads, dim)
-    if spans.row is not None:
-        grouped = grouped[spans.row]
-    keys = key_cache.index_select(0, spans.block).view(pairs, -1, kv_heads, dim)
-    values = value_cache.index_select(0, spans.block).view(pairs, -1, kv_heads, dim)
+    keys = key_cache.index_select(0, group.block).view(rows, -1, kv_heads, dim)
+    values = value_cache.index_select(0, group.block).view(rows, -1, kv_heads, dim)
     mixed, log_sum = _attend(
-        grouped, keys.transpose(1, 2), values.transpose(1, 2), spans.mask, scale
+        grouped, keys.transpose(1, 2), values.transpose(1, 2), group.mask, scale
     )
-    mixed, log_sum = mixed.reshape(pairs, heads, dim), log_sum.reshape(pairs, heads)
-    if spans.row is not None:
-        mixed, log_sum = _join(mixed, log_sum, spans.row, rows)
+    mixed = mixed.reshape(rows, heads, dim)
     if sinks is not None:
-        mixed = mixed * _left_by_sinks(log_sum, sinks)[..., None]
+        mixed = mixed * _left_by_sinks(log_sum.reshape(rows, heads), sinks)[..., None]
     return mixed.to(query.dtype)
-
-
-def _join(mixed: Tensor, log_sum: Tensor, row: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Join each row's spans: float32 [rows, heads, head_dim] and log-sums [rows, heads]."""
-    pairs, heads, dim = mixed.shape
-    top = log_sum.new_full((rows, heads), -torch.inf)
-    top.scatter_reduce_(0, row[:, None].expand(pairs, heads), log_sum, "amax")
-    share = (log_sum - top[row]).exp_()[..., None]
-    shares = torch.cat((mixed * share, share), -1)  # the sum of shares rides along
-    total = shares.new_zeros((rows, heads, dim + 1)).index_add_(0, row, shares)
-    mass = total[..., dim:]
-    return total[..., :dim] / mass, top + mass[..., 0].log()
 
 
 def _left_by_sinks(log_sum: Tensor, sinks: Tensor) -> Tensor:
