@@ -288,7 +288,10 @@ def _unless_stopping(output: RequestOutput) -> RequestOutput:
 
 
 async def _read_json(request: web.Request) -> Any:
-    raw = await request.read()
+    try:
+        raw = await request.read()
+    except web.RequestPayloadError as error:
+        raise RequestError(f"the body cannot be read: {error}") from None
     try:
         return orjson.loads(raw)
     except orjson.JSONDecodeError as error:

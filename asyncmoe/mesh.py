@@ -48,8 +48,7 @@ async def connect_all(
             host = socket.gethostname()
         context.directory.publish(f"{name}/{context.rank}", f"{host}:{listener.getsockname()[1]}")
         async with asyncio.timeout(context.start_timeout_s), asyncio.TaskGroup() as group:
-            group.create_task(_admit_higher(context, listener, connected))
-            group.create_task(_hear_of_failure(context, name))
+            group.create_task(_admit_higher(context, name, listener, connected))
             for peer in range(context.rank):
                 group.create_task(_dial(context, name, peer, connected))
     except (TimeoutError, BaseExceptionGroup) as error:
@@ -122,7 +121,7 @@ async def _hear_of_failure(context: TransportContext, name: str) -> None:
 
 
 async def _admit_higher(
-    context: TransportContext, listener: socket.socket, connected: Connected
+    context: TransportContext, name: str, listener: socket.socket, connected: Connected
 ) -> None:
     """Admit ranks until all higher ones are here; whoever else dials is dropped.
 
@@ -179,8 +178,9 @@ async def _admit_higher(
         return
     async with asyncio.TaskGroup() as group:
         accepting = group.create_task(accept(group))
+        hearing = group.create_task(_hear_of_failure(context, name))
         await complete.wait()
-        for task in (accepting, *handshakes):
+        for task in (accepting, hearing, *handshakes):
             task.cancel()
 
 

@@ -6,8 +6,9 @@ cumulative distribution in order of token ids at one uniform number, which is a 
 request's seed and step; every sum is taken within a row and in a fixed order. So a request's tokens
 do not depend on which rows it shares a batch with, nor on the rank.
 
-Rows that ask for nothing cost one argmax. Nothing is sorted but the few candidates for the last token
-of a top-p row. The filters are floors under the probability: tokens as likely as the last one kept are kept too.
+Rows that ask for nothing cost one argmax. Nothing is sorted but the few candidates for the last
+token of a top-p row. The filters are floors under the probability: tokens as likely as the last one
+kept are kept too.
 """
 
 from __future__ import annotations
@@ -272,7 +273,7 @@ def _floors(p: Float32s, draws: Draws) -> Float32s:
 def _nucleus_floors(p: Float32s, floors: Float32s, top_p: Float64s) -> Float32s:
     """The least of the smallest set of each row that has `top_p` of what its floor keeps of p.
 
-    As a floor it keeps all tokens that are as likely as the last one of the set. Weights are at most
+    As a floor it keeps all tokens that are as likely as the last one of the set. No weight is above
     1. Sums run from left to right, so that the zeros that fill up a row do not change them.
     """
     rows = np.arange(len(p))

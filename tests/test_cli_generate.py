@@ -192,6 +192,15 @@ def test_a_reader_that_leaves_ends_generate_quietly(served: Path, flags: list[st
     assert errors == b""
 
 
+@pytest.mark.parametrize("closed", ["<&-", "2>&-"])
+def test_closed_standard_streams_do_no_harm(bare: Path, closed: str) -> None:
+    command = f"{sys.executable} -m asyncmoe generate --ranks 2 --prompt-ids 5 --max-tokens 2"
+    shell = ["bash", "-c", f"{command} --json --model {bare} {closed}"]
+    done = subprocess.run(shell, stdout=subprocess.PIPE, timeout=120, check=False)
+    assert done.returncode == 0
+    assert len(json.loads(done.stdout)["token_ids"]) == 2
+
+
 def test_serve_on_a_port_in_use_is_one_clear_error(
     served: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -264,17 +264,22 @@ async def test_failure_of_rank_0_ends_its_children() -> None:
     assert not any(alive(pid) for pid in pids.values())
 
 
-def test_two_torchrun_agents_form_one_engine() -> None:
+def test_two_torchrun_agents_form_one_engine_without_code_of_their_directory(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "logging.py").write_text("raise SystemExit('code of someone else')")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     arguments = ["generate", "--prompt=Once", "--max-tokens=4", "--json", "--threads=1"]
     agents = [
         subprocess.Popen(
             [
-                sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1",
+                sys.executable, "-P", "-m", "torch.distributed.run",
+                "--nnodes=2", "--nproc-per-node=1",
                 f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}",
-                "-m", "asyncmoe", *arguments,
+                "--no-python", Path(sys.executable).with_name("asyncmoe"), *arguments,
             ],
+            cwd=tmp_path,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

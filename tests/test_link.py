@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import resource
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncmoe import handshake
+from asyncmoe import handshake, mesh
 from asyncmoe.errors import PeerLost, ProtocolError, RankFailed, UnknownName
 from asyncmoe.link import Link
 from asyncmoe.transport import Limits
@@ -301,6 +302,67 @@ async def test_strangers_that_say_nothing_or_noise_do_not_hinder_the_start() -> 
     await cluster.close()
     for sock in strangers:
         sock.close()
+
+
+async def test_of_too_many_strangers_the_oldest_are_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mesh, "_SPARE_HANDSHAKES", 3)
+    cluster, loop = Cluster("tcp", 2), asyncio.get_running_loop()
+    starting = asyncio.create_task(cluster.start(0))
+    address = await cluster.directory.lookup("tcp/0", 10.0)
+
+    strangers = [await dial_address(address) for _ in range(8)]  # 3 more than it has room for
+
+    async with asyncio.timeout(5):
+        for sock in strangers[:3]:
+            assert await loop.sock_recv(sock, 1) == b""
+    await cluster.start(1)
+    await starting
+    await cluster.close()
+    for sock in strangers:
+        sock.close()
+
+
+async def test_strangers_who_take_all_descriptors_do_not_end_the_start(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cluster = Cluster("tcp", 2)
+    starting = asyncio.create_task(cluster.start(0))
+    host, _, port = (await cluster.directory.lookup("tcp/0", 10.0)).rpartition(":")
+    strangers = [socket.socket() for _ in range(8)]
+    with few_descriptors(more=4):
+        for sock in strangers:
+            sock.connect((host, int(port)))
+        while "cannot accept a connection" not in caplog.text and not starting.done():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await cluster.start(1)
+    await starting
+    await cluster.close()
+    for sock in strangers:
+        sock.close()
+
+
+@contextlib.contextmanager
+def few_descriptors(more: int) -> Iterator[None]:
+    """This process may open `more` files, and then no more."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as probe:
+        lowest = probe.fileno()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + more, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+async def test_a_rank_that_only_admits_others_hears_that_one_has_failed() -> None:
+    cluster = Cluster("tcp", 3)
+    starting = asyncio.create_task(cluster.start(0))
+    await asyncio.sleep(0)
+    cluster.directory.fail(2, "no such checkpoint")
+    with pytest.raises(RankFailed, match="rank 2 failed: no such checkpoint"):
+        await asyncio.wait_for(starting, 5)
 
 
 async def test_a_rank_that_failed_at_start_up_ends_the_start_of_the_others() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 
+import numpy as np
 import pytest
+import torch
 
 from asyncmoe.errors import RequestError
-from asyncmoe.frontend.prompts import LONG_CHARS, encode_prompts
+from asyncmoe.frontend.prompts import LONG_CHARS, encode_prompts, list_prompts
 from asyncmoe.frontend.tokenizer import Tokenizer
 from tests.servedmodel import make_served_checkpoint
 
@@ -78,3 +80,26 @@ async def test_the_loop_goes_on_while_a_long_text_is_tokenised(tokenizer: Tokeni
         turns += 1
     assert len((await encoding)[0]) == 800_000
     assert turns > 10
+
+
+@pytest.mark.parametrize(
+    ("given", "listed"),
+    [
+        ("one", ["one"]),
+        (["a", "b"], ["a", "b"]),
+        ([5, 6], [[5, 6]]),
+        ([[5], (6, 7)], [[5], (6, 7)]),
+        (np.array([5, 6]), [[5, 6]]),
+        ([np.int64(5), np.int64(6)], [[5, 6]]),
+        ([torch.tensor([5, 6]), "b"], [[5, 6], "b"]),
+        (torch.tensor([[5, 6], [7, 8]]), [[5, 6], [7, 8]]),
+    ],
+)
+def test_prompts_of_any_form_become_a_list(given: object, listed: list[object]) -> None:
+    assert list_prompts(given) == listed
+
+
+@pytest.mark.parametrize("given", [None, 5, b"ab", [b"ab"], [True], [[1, True]], [[1.5]], [None]])
+def test_what_is_no_prompt_is_refused_by_name(given: object) -> None:
+    with pytest.raises(RequestError, match=r"prompts? (are|is) .*; allowed: text"):
+        list_prompts(given)

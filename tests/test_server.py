@@ -324,6 +324,17 @@ async def test_a_bad_body_is_refused_with_field_value_and_status(
     assert server.engine.running == 0
 
 
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+async def test_a_body_that_cannot_be_unpacked_is_refused(
+    http: aiohttp.ClientSession, encoding: str
+) -> None:
+    headers = {"Content-Encoding": encoding}
+    async with http.post("/v1/completions", data=b"no such thing", headers=headers) as response:
+        error = (await response.json())["error"]
+        assert response.status == 400
+        assert "the body cannot be read" in error["message"]
+
+
 async def test_a_body_beyond_the_limit_is_refused(checkpoint: Path) -> None:
     config = served_config(checkpoint, server={"port": 0, "body_bytes": 1024})
     async with running_server(config) as server, aiohttp.ClientSession(server.url) as http:

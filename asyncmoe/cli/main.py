@@ -49,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     before `| head`. Known errors are one message on standard error, with a traceback at log level
     debug.
     """
+    _open_standard_streams()
     # The store where ranks meet logs a stack trace for every connection that ends.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # At exit the collector would go through all objects of torch, which takes about two seconds.
@@ -67,6 +68,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, ConfigError | RequestError) else 1
     except KeyboardInterrupt:
         return 130
+
+
+def _open_standard_streams() -> None:
+    """Put /dev/null where standard streams are closed, as under some daemons: a socket that took
+    such a number would be written to by whoever prints, and uvloop aborts on it."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 def _output_is_gone() -> bool:

@@ -19,7 +19,7 @@ from asyncmoe.errors import RequestError, UnknownName
 from asyncmoe.frontend.engine import AsyncEngine
 from asyncmoe.frontend.loopthread import LoopThread, Work
 from asyncmoe.frontend.output import RequestOutput
-from asyncmoe.frontend.prompts import Prompt
+from asyncmoe.frontend.prompts import Prompt, list_prompts
 from asyncmoe.frontend.together import together
 from asyncmoe.sampling import SamplingParams
 
@@ -71,12 +71,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one prompt or many, each text or token ids; one output per prompt, in order.
 
+        Ids may be in arrays and tensors too.
+
         `params` is for all prompts, or one for each. Each output holds the whole answer. The first
         prompt that is refused raises `RequestError` and stops the others.
         """
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        listed = cast("list[Prompt]", [prompts] if single else list(prompts))
-        return self._answer(listed, params, progress)
+        return self._answer(list_prompts(prompts), params, progress)
 
     def chat(
         self,
@@ -128,6 +128,9 @@ class LLM:
             each = [params or SamplingParams()] * len(prompts)
         else:
             each = list(params)
+        for one in each:
+            if not isinstance(one, SamplingParams):
+                raise RequestError(f"params are {one!r:.80}; allowed: SamplingParams", "params")
         if len(each) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts and {len(each)} SamplingParams", "params")
         outputs: list[RequestOutput | None] = [None] * len(prompts)

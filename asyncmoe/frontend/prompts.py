@@ -36,6 +36,43 @@ async def encode_prompts(
     return await asyncio.to_thread(encode)
 
 
+def list_prompts(prompts: Any) -> list[Prompt]:
+    """One prompt or many, text or token ids (lists, arrays, tensors), as a list of prompts.
+
+    Raises `RequestError` for anything else.
+    """
+    prompts = _plain(prompts)
+    if isinstance(prompts, str) or (_is_list(prompts) and prompts and isinstance(prompts[0], int)):
+        prompts = [prompts]
+    if not _is_list(prompts):
+        raise RequestError(
+            f"prompts are {type(prompts).__name__}; allowed: text, token ids, or a list of them",
+            "prompts",
+        )
+    return [_checked(_plain(prompt)) for prompt in prompts]
+
+
+def _plain(value: Any) -> Any:
+    """Arrays, tensors and their numbers as Python's own, at any depth that a prompt has."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, list | tuple) and any(hasattr(item, "tolist") for item in value):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+
+
+def _checked(prompt: Any) -> Prompt:
+    if isinstance(prompt, str):
+        return prompt
+    if _is_list(prompt) and all(type(token) is int for token in prompt):
+        return cast("Sequence[int]", prompt)
+    raise RequestError(f"a prompt is {prompt!r:.80}; allowed: text or token ids", "prompts")
+
+
 def _chars(prompt: Prompt) -> int:
     """Characters to be tokenised; a chat's are not known before it is rendered, so many."""
     if isinstance(prompt, str):

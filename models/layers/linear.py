@@ -113,7 +113,7 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     most = max(1, SERIAL_ELEMENTS // gate.shape[1])
     if len(gate) <= most:
         return activation(gate) * up
-    return torch.cat([activation(rows) for rows in gate.split(most)]) * up
+    return torch.cat([activation(rows) for rows in torch.split(gate, most)]) * up
 
 
 class GatedMlp:
