@@ -43,6 +43,10 @@ class Host(Protocol):
     def discard(self, slots: NDArray[np.int64], epochs: NDArray[np.uint32]) -> None:
         """Tell the expert ranks, at best effort, that these rows are dead."""
 
+    def wipe(self, blocks: NDArray[np.int64]) -> None:
+        """Zero these KV blocks: what is not finite in them would reach their next owner, whose
+        attention masks what it must not see with a factor of 0, and 0 times NaN is NaN."""
+
     def after_running(self, callback: Callable[[], None]) -> None:
         """Call back once the stages that now run on the device have ended."""
 
@@ -299,7 +303,11 @@ class Home:
     def _leave_sampled(self, step: HeadStep, sampled: Sampled, alive: NDArray[np.bool_]) -> None:
         chunks = step.rows.chunks[step.sampled_segments]
         for i in np.flatnonzero(alive & sampled.bad).tolist():
-            self.end(self.request_of(int(chunks[i])), "failed", BAD_LOGITS)
+            row = int(self.chunks.request[chunks[i]])
+            request = self._by_row[row]
+            assert request is not None
+            self._host.wipe(self.pool.table[row, : request.blocks])
+            self.end(request.request_id, "failed", BAD_LOGITS)
         keep = np.flatnonzero(alive & ~sampled.bad)
         chunks, tokens = chunks[keep], sampled.tokens[keep]
         rows = self.chunks.request[chunks]

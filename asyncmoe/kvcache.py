@@ -58,7 +58,7 @@ class BlockPool:
         assert count <= self.free_blocks, (count, self.free_blocks)
         self.free_blocks -= count
         self.table[row, :count] = self._free[self.free_blocks : self.free_blocks + count]
-        self.table[row, count:] = 0
+        self.table[row, count:] = self.table[row, 0]  # padding reads the request's own cache
 
     def release(self, row: int, count: int) -> None:
         """Take the `count` blocks of request `row` back."""

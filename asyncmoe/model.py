@@ -80,7 +80,7 @@ class RowBatch:
     decode_rows: int
     query_start: Tensor  # int64 [segments + 1]: rows of segment i are query_start[i] : [i + 1]
     context_len: Tensor  # int64 [segments]: tokens of the request including this segment's rows
-    block_table: Tensor  # int64 [segments, max_blocks], block ids; entries past the context are 0
+    block_table: Tensor  # int64 [segments, max_blocks], block ids; past the context any of its own
     request: Tensor  # int64 [segments]: row of the per-request cache tensors
     block_tokens: int
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from asyncmoe.agreement import agree, fingerprint
@@ -424,6 +425,13 @@ class Rank:
                 if peer != self.rank:
                     with suppress(PeerLost):  # nothing of it will come back
                         self.transport.send(peer, note)
+
+    def wipe(self, blocks: NDArray[np.int64]) -> None:
+        """See `Host`."""
+        index = torch.from_numpy(blocks)
+        for layer, spec in zip(self._cache, self.spec.caches, strict=True):
+            for name in spec.per_token:
+                layer[name].index_fill_(0, index, 0)
 
     def after_running(self, callback: Callable[[], None]) -> None:
         """See `Host`."""

@@ -159,3 +159,15 @@ async def test_request_beyond_the_waiting_queue_is_told_to_come_later() -> None:
         ids = [engine.submit([1, 2, 3], max_tokens=25) for _ in range(3)]
         await engine.ended(*ids)
         assert [engine.end[i] for i in ids] == ["length", "length", "overloaded"]
+
+
+async def test_not_finite_values_end_their_request_alone_and_leave_the_cache() -> None:
+    async with cluster(1, toymodel.checkpoint(poisoned=True), **SMALL) as engine:
+        bad = engine.submit([1, toymodel.PoisonedToyModel.POISON, 2], max_tokens=4)
+        good = engine.submit([1, 2, 3], max_tokens=4)
+        await engine.ended(bad, good)
+        assert engine.end[bad] == "failed"
+        assert "not finite" in engine.message[bad]
+        assert engine.tokens[good] == toymodel.reference([1, 2, 3], 4, toymodel.spec())
+        assert not any(layer["k"].isnan().any() for layer in engine.ranks[0]._cache)
+        await engine.settled()

@@ -54,6 +54,9 @@ class Desk:
     def discard(self, slots: np.ndarray, epochs: np.ndarray) -> None:
         pass
 
+    def wipe(self, blocks: np.ndarray) -> None:
+        pass
+
     def after_running(self, callback: Callable[[], None]) -> None:
         if self.running is None:
             callback()

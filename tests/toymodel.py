@@ -47,9 +47,11 @@ def spec(layers: int = 3, experts: int = 6, top_k: int = 2, context: int = 512) 
     )
 
 
-def checkpoint(toy: ModelSpec | None = None, finishing: bool = False) -> Checkpoint:
+def checkpoint(
+    toy: ModelSpec | None = None, finishing: bool = False, poisoned: bool = False
+) -> Checkpoint:
     """Stands for a checkpoint directory."""
-    kind = FinishingToyModel if finishing else ToyModel
+    kind = PoisonedToyModel if poisoned else FinishingToyModel if finishing else ToyModel
     return Checkpoint(Path(), {}, kind, toy or spec(), DummySource(), {})
 
 
@@ -103,6 +105,23 @@ class ToyModel(Model):
 
     def weight_bytes(self) -> int:
         return 0
+
+
+class PoisonedToyModel(ToyModel):
+    """Token 50 makes everything NaN, as weights or activations that overflow do."""
+
+    POISON = 50
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return embed(token_ids).masked_fill(token_ids[:, None] == self.POISON, torch.nan)
+
+    def attention(self, layer: int, x: Tensor, batch: RowBatch, cache: Cache) -> Routed:
+        routed = super().attention(layer, x, batch, cache)
+        routed.experts %= self.spec.experts  # a NaN as a whole number is out of any range
+        return routed
+
+    def logits(self, x: Tensor) -> Tensor:
+        return super().logits(x).masked_fill(x.isnan().any(1)[:, None], torch.nan)
 
 
 class FinishingToyModel(ToyModel):
