@@ -43,7 +43,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to logits; [-100, 100]
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
-    max_tokens: int | None = 16  # None: as many as the context allows
+    max_tokens: int | None = 16  # None: see engine.default_max_tokens
     min_tokens: int = 0  # no EOS, stop token or stop string before this many
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; n: of the token and the n likeliest; at most 20

@@ -23,7 +23,7 @@ HELP = {
     "logit_bias": 'JSON object {"token id": bias}',
     "stop": "end before this text; may be given several times",
     "stop_token_ids": "end after one of these ids: 5,17",
-    "max_tokens": "most new tokens; none: to the end of the context",
+    "max_tokens": "most new tokens; none: see engine.default_max_tokens",
     "min_tokens": "no end before this many tokens",
     "ignore_eos": "go on behind the end-of-text token",
     "logprobs": "report log probabilities, of this many alternatives too",
