@@ -7,7 +7,6 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any, TypeVar, cast
 
 from tqdm.auto import tqdm
@@ -104,12 +103,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Work[T]:
