@@ -69,11 +69,11 @@ class Receptor:
 
     def left(self, source: int, rows: int) -> None:
         """`rows` dispatch rows of `source` are not held here any more."""
-        self._held_rows[source] -= rows
+        if source != self._rank:  # rows of this very rank take no credits
+            self._held_rows[source] -= rows
 
     def put_local(self, parcel: Parcel) -> None:
-        """Rows of this rank for experts of this rank; they take no credits."""
-        self._held_rows[self._rank] += parcel.rows
+        """Rows of this rank for experts of this rank."""
         self._put(self._rank, parcel, _nothing)
 
     def _put(self, source: int, parcel: Parcel, release: Callable[[], None]) -> None:

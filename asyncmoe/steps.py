@@ -71,6 +71,15 @@ def gather_rows(home: Home, chunks: NDArray[np.int64]) -> Rows:
     return Rows(chunks, counts, slots, table.epoch[slots], table.part_count[slots], ends, batch)
 
 
+def _merged(
+    first: bool, rows: Rows, tokens: NDArray[np.int64], model: Model, table: TokenTable
+) -> torch.Tensor:
+    """Hidden state [rows, hidden]: embedded at the first stage, merged at later ones."""
+    if first:
+        return model.embed(torch.from_numpy(tokens))
+    return table.merge(torch.from_numpy(rows.slots), rows.part_count)
+
+
 @dataclass(slots=True)
 class AttentionResult:
     """What the router of an attention batch chose, and the experts' input."""
@@ -99,12 +108,9 @@ class AttentionStep:
         return len(self.rows.slots)
 
     def __call__(self) -> AttentionResult:
-        slots = torch.from_numpy(self.rows.slots)
-        if self.layer == 0:
-            x = self.model.embed(torch.from_numpy(self.tokens))
-        else:
-            x = self.table.merge(slots, self.rows.part_count)
+        x = _merged(self.stage == 0, self.rows, self.tokens, self.model, self.table)
         routed = self.model.attention(self.layer, x, self.rows.batch, self.cache)
+        slots = torch.from_numpy(self.rows.slots)
         self.table.residual.index_copy_(0, slots, routed.residual)
         return AttentionResult(routed.hidden, routed.experts.numpy(), routed.weights.numpy())
 
@@ -129,10 +135,7 @@ class HeadStep:
         return len(self.rows.slots)
 
     def __call__(self) -> Sampled | None:
-        if self.stage == 0:
-            x = self.model.embed(torch.from_numpy(self.tokens))
-        else:
-            x = self.table.merge(torch.from_numpy(self.rows.slots), self.rows.part_count)
+        x = _merged(self.stage == 0, self.rows, self.tokens, self.model, self.table)
         x = self.model.finish(x, self.rows.batch, self.cache)
         if not len(self.sampled_segments):
             return None

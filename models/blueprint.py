@@ -28,14 +28,13 @@ class ExpertNames:
 
 
 @dataclass(frozen=True)
-class Blueprint:
-    """All that tells one decoder from another. Sizes are in elements, layers are decoder layers."""
+class CommonShape:
+    """The values that all families read in the same way."""
 
     hidden: int
     vocab: int
     context: int
     layers: int
-    moe_layers: tuple[int, ...]
     heads: int
     kv_heads: int
     head_dim: int
@@ -44,9 +43,16 @@ class Blueprint:
     activation: str
     experts: int
     top_k: int
+    tied: bool  # LM head and embedding are one matrix
+
+
+@dataclass(frozen=True)
+class Blueprint(CommonShape):
+    """All that tells one decoder from another. Sizes are in elements, layers are decoder layers."""
+
+    moe_layers: tuple[int, ...]
     expert_width: int
     dense_width: int  # of the feed-forward of layers that are not MoE layers
-    tied: bool  # LM head and embedding are one matrix
     renormalise: bool  # the router's k weights sum to one
     cast_weights: bool  # the router's weights pass through the model's dtype
     attention_bias: bool = False  # of all four projections
@@ -117,25 +123,6 @@ class Blueprint:
         yield f"{at}.{names.gate}.weight", (width, self.hidden)
         yield f"{at}.{names.up}.weight", (width, self.hidden)
         yield f"{at}.{names.down}.weight", (self.hidden, width)
-
-
-@dataclass(frozen=True)
-class CommonShape:
-    """The values that all families read in the same way; the names are those of `Blueprint`."""
-
-    hidden: int
-    vocab: int
-    context: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    eps: float
-    rope: RopeSpec
-    activation: str
-    experts: int
-    top_k: int
-    tied: bool
 
 
 def read_common(
