@@ -90,6 +90,10 @@ class ChunkTable:
         free: NDArray[np.int64] = chunks[~blocked]
         return free
 
+    def alone(self, chunks: NDArray[np.int64]) -> bool:
+        """Whether no request of `chunks` has another chunk in the layers."""
+        return bool(((self._earlier[chunks] == NONE) & (self._later[chunks] == NONE)).all())
+
     def leave(
         self, chunks: NDArray[np.int64], stage: int, missing: NDArray[np.int64]
     ) -> NDArray[np.int64]:

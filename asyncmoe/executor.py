@@ -1,8 +1,9 @@
 """The executor: asks the scheduler for a stage, takes a batch, hands it to the device.
 
 Up to two batches are with the device: while one computes, the next is chosen and its columns are
-gathered, so that the device never waits for the loop. Everything here runs on the loop, in
-callbacks; there is no task that could be left behind.
+gathered, so that the device never waits for the loop. A batch that is alone on its rank may go
+through many stages at once (`passage.py`). Everything here runs on the loop, in callbacks; there
+is no task that could be left behind.
 """
 
 from __future__ import annotations
@@ -15,14 +16,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from asyncmoe.device import Device
 from asyncmoe.microqueue import Queues
+from asyncmoe.passage import Passage, compute_times
 from asyncmoe.policy import BatchPolicy
 from asyncmoe.scheduler import QueueView, Scheduler
 from asyncmoe.stats import RankTimes
 from asyncmoe.steps import AttentionStep, ExpertStep, HeadStep
 
-Step = AttentionStep | ExpertStep | HeadStep
+Step = AttentionStep | ExpertStep | HeadStep | Passage
 DEPTH = 2
 # A scheduler that waits while nothing runs is asked again after this: no event may be to come.
 ASK_AGAIN_S = 0.001
@@ -33,6 +38,13 @@ class Stages(Protocol):
 
     def prepare(self, stage: int, max_rows: int) -> Step:
         """Take a batch off the queue of `stage`, which is not empty, and gather its columns."""
+
+    def passage(self, step: Step, last: int, wanted: Callable[[], bool]) -> Step:
+        """`step`, the only batch on this rank, with as many of the stages behind it as may be.
+
+        None is behind stage `last`. `wanted` is true once it has to come back before its next
+        attention stage.
+        """
 
     def finish(self, step: Step, result: Any) -> None:
         """The device is done with `step`."""
@@ -84,9 +96,12 @@ class Executor:
         self._scheduled = False
         self._timer: asyncio.TimerHandle | None = None  # to look at the queues again
         self._closed = False
+        # Something beside the running batch wants this rank. Read by the compute thread.
+        self._wanted = False
 
     def notify(self) -> None:
         """Rows became ready. Coalesced: what arrives in one turn of the loop is seen at once."""
+        self._wanted = True
         if not self._scheduled and not self._closed:
             self._scheduled = True
             self._loop.call_soon(self._pump)
@@ -94,6 +109,7 @@ class Executor:
     def after_running(self, callback: Callable[[], None]) -> None:
         """Call back when the batches that are now with the device are done; at once if none is."""
         if self._running:
+            self._wanted = True
             self._running[-1].after.append(callback)
         else:
             callback()
@@ -104,7 +120,7 @@ class Executor:
         Weights and caches are let go. Idempotent.
         """
         if not self._closed:
-            self._closed = True
+            self._closed = self._wanted = True
             self._look_again(None)
             del self._stages
 
@@ -122,21 +138,34 @@ class Executor:
             if stage is None:
                 break
             step = self._stages.prepare(stage, int(self._policy.max_rows[stage]))
-            self._queues.decision += 1
-            self._scheduler.executed(stage, step.row_count)
+            if self._is_alone:
+                self._wanted = False
+                last = self._policy.reach(stage, step.row_count)
+                step = self._stages.passage(step, last, lambda: self._wanted)
+            self._note(stage, step.row_count)
             running, timed = _Running(step), _Timed(step)
             self._running.append(running)
             self._device.submit(timed).add_done_callback(partial(self._done, running, timed))
             times = self._times.kinds[step.kind]
-            times.batches += 1
-            times.rows += step.row_count
             times.prepare_s += time.thread_time() - begin_s
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether the scheduler would pick every next stage of the batch that was just taken."""
+        return self._scheduler.work_conserving and not self._running and not self._queues.rows.any()
+
+    def _note(self, stage: int, rows: int) -> None:
+        """A batch of `stage` is with the device."""
+        self._queues.decision += 1
+        self._scheduler.executed(stage, rows)
 
     def _choose(self) -> int | None:
         queues, now_s = self._queues, self._loop.time()
         runnable = self._policy.runnable(queues.rows, queues.oldest_s, now_s)
         if not runnable.any():
             self._look_again(self._policy.next_runnable_s(queues.rows, queues.oldest_s))
+            return None
+        if self._running and not self._may_run_ahead(runnable):
             return None
         stage = self._scheduler.choose(
             QueueView(
@@ -153,6 +182,17 @@ class Executor:
         elif not 0 <= stage < len(runnable) or not runnable[stage]:
             raise ValueError(f"it chose stage {stage}, which is not runnable")
         return stage
+
+    def _may_run_ahead(self, runnable: NDArray[np.bool_]) -> bool:
+        """Whether a batch is chosen while another runs.
+
+        Not if only one stage is runnable, and not full: two groups of rows that take turns would
+        leave the scheduler no choice for ever, and so never meet to become one batch.
+        """
+        if np.count_nonzero(runnable) > 1:
+            return True
+        stage = runnable.argmax()
+        return bool(self._queues.rows[stage] >= self._policy.max_rows[stage])
 
     def _look_again(self, when_s: float | None) -> None:
         """Set the one timer; None for not at all."""
@@ -176,12 +216,24 @@ class Executor:
             if error is not None:
                 self._stages.failed(running.step, error)
             else:
+                self._passed(running.step, future.result(), timed.compute_s)
                 self._stages.finish(running.step, future.result())
             for callback in running.after:
                 callback()
+            self._times.kinds[running.step.kind].finish_s += time.thread_time() - begin_s
+            if self._running:
+                self.notify()
+            else:  # before anything else that waits for the loop: the device is idle
+                self._fill()
         except Exception as fault:
             self._break(fault)
-        times = self._times.kinds[running.step.kind]
-        times.compute_s += timed.compute_s
-        times.finish_s += time.thread_time() - begin_s
-        self.notify()
+
+    def _passed(self, step: Step, result: Any, compute_s: float) -> None:
+        passed = compute_times(step.stage, result, compute_s)
+        for stage, seconds in passed:
+            times = self._times.kinds[self._queues.chain.kind(stage)]
+            times.batches += 1
+            times.rows += step.row_count
+            times.compute_s += seconds
+        for stage, _ in passed[1:]:
+            self._note(stage, step.row_count)

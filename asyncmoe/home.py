@@ -243,8 +243,7 @@ class Home:
         """
         rows = step.rows
         needed = np.repeat(rows.alive(self.table), rows.counts)
-        pruned = self._prune and step.layer == self._chain.layers - 1
-        if pruned and len(rows.slots) > rows.batch.decode_rows:
+        if step.layer == self._chain.layers - 1 and self.prunes(rows):
             needed &= self._end_prefill(rows)
         slots, chunks, counts = rows.slots, rows.chunks, rows.counts
         if not needed.all():
@@ -256,6 +255,19 @@ class Home:
             chunks, counts = chunks[counts > 0], counts[counts > 0]
         self._enqueue(self.chunks.leave(chunks, step.stage + 2, counts))
         return slots, result
+
+    def prunes(self, rows: Rows) -> bool:
+        """Whether some of these rows are not needed behind the last attention stage."""
+        return self._prune and len(rows.slots) > rows.batch.decode_rows
+
+    def leave_passage(self, rows: Rows, stage: int) -> None:
+        """The rows of a passage wait for attention stage `stage` now, with no parts to come."""
+        alive = rows.alive(self.table)
+        chunks = rows.chunks[alive]
+        self.table.part_count[rows.slots[np.repeat(alive, rows.counts)]] = 0
+        later = self.chunks.leave(chunks, stage, np.zeros(len(chunks), np.int64))
+        self._enqueue(chunks)
+        self._enqueue(later)
 
     def _end_prefill(self, rows: Rows) -> NDArray[np.bool_]:
         """Behind the last attention stage only the row that samples goes on; free the others."""

@@ -171,6 +171,7 @@ class Queues:
     """All micro-queues of one rank, with their depths and ages as arrays over the chain."""
 
     def __init__(self, chain: StageChain) -> None:
+        self.chain = chain
         self.rows = np.zeros(len(chain), np.int64)
         self.oldest_s = np.zeros(len(chain), np.float64)
         self.oldest_decision = np.zeros(len(chain), np.int64)

@@ -159,6 +159,19 @@ class Model(ABC):
         does.
         """
 
+    def local_experts(
+        self, layer: int, x: Tensor, experts: Tensor, weights: Tensor, local: Tensor
+    ) -> Tensor:
+        """Stage E(layer) for rows whose experts are all here: [rows, hidden] -> [rows, hidden].
+
+        Equal to `experts` on the batch of all pairs, row by row in router order, bit for bit.
+
+        Args:
+            experts, weights: [rows, top_k], of `Routed`.
+            local: int64 [experts] local index of each expert.
+        """
+        return self.experts(layer, x, pair_batch(experts, weights, local))
+
     @abstractmethod
     def finish(self, x: Tensor, batch: RowBatch, cache: Cache) -> Tensor:
         """The dense layers after the last MoE layer: [rows, hidden] -> [rows, hidden]."""
@@ -175,3 +188,18 @@ class Model(ABC):
     @abstractmethod
     def weight_bytes(self) -> int:
         """Bytes of weights held here."""
+
+
+def pair_batch(experts: Tensor, weights: Tensor, local: Tensor) -> ExpertBatch:
+    """All pairs of a router's choice [rows, top_k]; arguments as in `Model.local_experts`."""
+    top_k = experts.shape[1]
+    of_expert = local[experts].flatten()
+    order = of_expert.argsort(stable=True)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    return ExpertBatch(
+        row=order // top_k,
+        weight=weights.flatten()[order],
+        counts=of_expert.bincount(minlength=int((local >= 0).sum())),
+        gather=place.view(-1, top_k),
+    )

@@ -27,6 +27,11 @@ class BatchPolicy:
         self.linger_s = np.array([linger_ms for _, _, linger_ms in limits], np.float64) / 1000
         self._waits = bool((self.min_rows > 1).any())
 
+    def reach(self, stage: int, rows: int) -> int:
+        """The last stage from `stage` on up to which `rows` rows are always one batch, at once."""
+        whole = (self.min_rows[stage:] <= rows) & (rows <= self.max_rows[stage:])
+        return stage + (len(whole) if whole.all() else int(whole.argmin())) - 1
+
     def runnable(
         self, rows: NDArray[np.int64], oldest_s: NDArray[np.float64], now_s: float
     ) -> NDArray[np.bool_]:

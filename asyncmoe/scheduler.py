@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +52,9 @@ class Scheduler(ABC):
     """
 
     Parameters: type[SchedulerParameters] = SchedulerParameters
+    # Whether `choose` never waits while a stage is runnable: then the executor need not ask it
+    # about a batch that is alone on its rank.
+    work_conserving: ClassVar[bool] = False
 
     def __init__(self, context: SchedulerContext, parameters: SchedulerParameters) -> None:
         self.context = context
@@ -65,4 +69,8 @@ class Scheduler(ABC):
         """
 
     def executed(self, stage: int, rows: int) -> None:  # noqa: B027 - a hook that few need
-        """Take note that a batch of `rows` rows of `stage` has been handed to the device."""
+        """Take note that a batch of `rows` rows of `stage` has been handed to the device.
+
+        Without a `choose` since the last call, the batch was all that was queued on this rank: only
+        for a `work_conserving` rule, and as if it had been asked.
+        """

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from asyncmoe.dispatcher import Dispatcher
@@ -15,9 +16,10 @@ from asyncmoe.executor import Step
 from asyncmoe.home import Home
 from asyncmoe.microqueue import Queues
 from asyncmoe.model import Cache, Model
+from asyncmoe.passage import Passage, Passed
 from asyncmoe.receptor import Receptor
 from asyncmoe.stage import Kind, StageChain
-from asyncmoe.steps import AttentionStep, ExpertStep, HeadStep, expert_step, gather_rows
+from asyncmoe.steps import AttentionStep, ExpertStep, HeadStep, Rows, expert_step, gather_rows
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +49,8 @@ class RankStages:
         self._local_experts = (local >= 0).sum(1).tolist()
         self._per_expert, self._home_or_none, self._cache = per_expert, home, cache
         self._dispatcher, self._receptor, self._fatal = dispatcher, receptor, fatal
+        self._local_tensors = [torch.from_numpy(of_layer) for of_layer in local]
+        self._passable = [not per_expert and bool((of_layer >= 0).all()) for of_layer in local]
 
     @property
     def _home(self) -> Home:
@@ -71,10 +75,30 @@ class RankStages:
         if kind is Kind.ATTENTION:
             tokens = home.table.token[rows.slots] if layer == 0 else rows.slots[:0]
             return AttentionStep(stage, layer, rows, tokens, model, home.table, cache)
+        return self._head_step(rows)
+
+    def _head_step(self, rows: Rows) -> HeadStep:
+        home = self._home
         sampled = home.chunks.samples[rows.chunks].nonzero()[0]
         sampling = home.sampling.batch(home.chunks.request[rows.chunks[sampled]])
         tokens = home.table.token[rows.slots]
-        return HeadStep(stage, rows, tokens, sampled, sampling, model, home.table, cache)
+        stage = self._chain.head
+        return HeadStep(
+            stage, rows, tokens, sampled, sampling, self._model, home.table, self._cache
+        )
+
+    def passage(self, step: Step, last: int, wanted: Callable[[], bool]) -> Step:
+        """See `Stages`. Chunks with another of their request in the layers keep to the queues."""
+        if not isinstance(step, AttentionStep) or not self._home.chunks.alone(step.rows.chunks):
+            return step
+        layers = (last + 1) // 2
+        end = next((i for i in range(step.layer, layers) if not self._passable[i]), layers)
+        head = None
+        if self._home.prunes(step.rows):  # some of its rows end behind the last attention stage
+            end = min(end, self._chain.layers - 1)
+        elif last == self._chain.head and end == layers:
+            head = self._head_step(step.rows)
+        return Passage(step, end, head, self._local_tensors, wanted) if end > step.layer else step
 
     def finish(self, step: Step, result: Any) -> None:
         """See `Stages`."""
@@ -90,12 +114,22 @@ class RankStages:
                 self._home.pump()
             case HeadStep():
                 self._home.leave_head(step, result)
+            case Passage():
+                self._leave_passage(step, result)
             case ExpertStep():
                 for parcel in self._dispatcher.combine(step, result):
                     self._home.take_in(parcel)
                 for segment in step.segments:
                     segment.hold.read(segment.parcel.rows)
                     self._receptor.left(segment.source, segment.parcel.rows)
+
+    def _leave_passage(self, step: Passage, passed: Passed) -> None:
+        if passed.next_stage is not None:
+            self._home.leave_passage(step.first.rows, passed.next_stage)
+            self._home.pump()
+        else:
+            assert step.head is not None
+            self._home.leave_head(step.head, passed.sampled)
 
     def failed(self, step: Step, error: BaseException) -> None:
         """See `Stages`: an expert batch belongs to others, so its failure is this rank's."""
@@ -104,7 +138,8 @@ class RankStages:
         if isinstance(step, ExpertStep):
             self._fatal(AsyncMoeError(f"{name} failed: {error}"))
             return
-        for chunk in step.rows.chunks[step.rows.alive(self._home.table)].tolist():
+        rows = step.first.rows if isinstance(step, Passage) else step.rows
+        for chunk in rows.chunks[rows.alive(self._home.table)].tolist():
             self._home.end(self._home.request_of(chunk), "failed", f"{name} failed: {error}")
 
     def broken(self, error: Exception) -> None:

@@ -107,9 +107,12 @@ class AttentionStep:
         """Rows of the batch."""
         return len(self.rows.slots)
 
+    def entering(self) -> torch.Tensor:
+        """The rows' hidden state [rows, hidden]."""
+        return _merged(self.stage == 0, self.rows, self.tokens, self.model, self.table)
+
     def __call__(self) -> AttentionResult:
-        x = _merged(self.stage == 0, self.rows, self.tokens, self.model, self.table)
-        routed = self.model.attention(self.layer, x, self.rows.batch, self.cache)
+        routed = self.model.attention(self.layer, self.entering(), self.rows.batch, self.cache)
         slots = torch.from_numpy(self.rows.slots)
         self.table.residual.index_copy_(0, slots, routed.residual)
         return AttentionResult(routed.hidden, routed.experts.numpy(), routed.weights.numpy())
@@ -135,7 +138,10 @@ class HeadStep:
         return len(self.rows.slots)
 
     def __call__(self) -> Sampled | None:
-        x = _merged(self.stage == 0, self.rows, self.tokens, self.model, self.table)
+        return self.of(_merged(self.stage == 0, self.rows, self.tokens, self.model, self.table))
+
+    def of(self, x: torch.Tensor) -> Sampled | None:
+        """The tokens of rows whose hidden state is x [rows, hidden]."""
         x = self.model.finish(x, self.rows.batch, self.cache)
         if not len(self.sampled_segments):
             return None

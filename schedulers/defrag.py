@@ -81,6 +81,8 @@ class Defrag(Scheduler):
     H counts the rows drained in the last `history` executed batches, whatever their stage.
     """
 
+    work_conserving = True
+
     class Parameters(LookAheadParameters):
         """As every look-ahead rule."""
 

@@ -48,6 +48,9 @@ from pydantic import Field
 from asyncmoe.scheduler import QueueView, SchedulerContext
 from asyncmoe.schedulers.defrag import Defrag, LookAheadParameters
 
+_NO_STAGES: NDArray[np.intp] = np.empty(0, np.intp)
+_NO_AGES = np.empty(0)
+
 
 class DefragAging(Defrag):
     """The runnable stage of the highest score plus age; no stage waits longer than `bound`."""
@@ -70,8 +73,7 @@ class DefragAging(Defrag):
         # float64 holds every age exactly, and adds to the scores without a conversion
         self._age = np.zeros(stages)
         # the stages that `choose` was last offered, and their ages then
-        self._offered: NDArray[np.intp] = np.empty(0, np.intp)
-        self._offered_age = np.empty(0)
+        self._offered, self._offered_age = _NO_STAGES, _NO_AGES
 
     def bound(self, stages: int | None = None) -> int:
         """Most decisions from a stage's being runnable to its service, both ends included.
@@ -97,3 +99,4 @@ class DefragAging(Defrag):
         self._age = np.zeros(len(self._age))
         self._age[self._offered] = self._offered_age + 1.0
         self._age[stage] = 0.0
+        self._offered, self._offered_age = _NO_STAGES, _NO_AGES

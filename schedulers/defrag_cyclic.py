@@ -22,6 +22,8 @@ class DefragCyclic(Scheduler):
     included, or over those that there were.
     """
 
+    work_conserving = True
+
     class Parameters(LookAheadParameters):
         """As every look-ahead rule."""
 
@@ -34,6 +36,7 @@ class DefragCyclic(Scheduler):
         )
         self._history = parameters.history
         self._latest = np.zeros(stages, np.int64)  # depths in rows when `choose` was last asked
+        self._asked = False  # since the last batch
         self._past = np.zeros((self._history, stages), np.int64)  # ring of depths at decisions
         self._past_sum = np.zeros(stages, np.int64)
         self._mean_tokens = np.zeros(stages)  # H
@@ -47,11 +50,16 @@ class DefragCyclic(Scheduler):
 
     def choose(self, view: QueueView) -> int | None:
         self._latest[:] = view.rows
+        self._asked = True
         return best(self.scores(view), view.runnable)
 
     def executed(self, stage: int, rows: int) -> None:
         if self._history == 0:
             return
+        if not self._asked:
+            self._latest[:] = 0
+            self._latest[stage] = rows
+        self._asked = False
         oldest = self._past[self._decisions % self._history]
         self._past_sum += self._latest - oldest
         oldest[:] = self._latest

@@ -13,6 +13,8 @@ from asyncmoe.scheduler import QueueView, Scheduler
 class Flfs(Scheduler):
     """The first runnable stage on the chain."""
 
+    work_conserving = True
+
     def choose(self, view: QueueView) -> int | None:
         stage = int(view.runnable.argmax())
         return stage if view.runnable[stage] else None

@@ -12,6 +12,8 @@ from asyncmoe.scheduler import QueueView, Scheduler
 class Mtfs(Scheduler):
     """The runnable stage with most rows; among equals the earliest on the chain."""
 
+    work_conserving = True
+
     def choose(self, view: QueueView) -> int | None:
         rows = view.rows * view.runnable
         stage = int(rows.argmax())

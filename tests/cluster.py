@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from asyncmoe.config import Config
@@ -55,6 +55,12 @@ class Cluster:
     async def ended(self, *request_ids: int) -> None:
         """Wait until these requests have ended."""
         await self.until(lambda: all(i in self.end for i in request_ids))
+
+    async def until_true(self, condition: Callable[[], bool]) -> None:
+        """Wait for something that no message tells of."""
+        async with asyncio.timeout(20):
+            while not condition():  # noqa: ASYNC110 - no event tells of it
+                await asyncio.sleep(0.001)
 
     async def settled(self) -> None:
         """Wait until nothing is in the layers and every slot, block and credit is back."""

@@ -54,6 +54,7 @@ class Bench:
     compute: Callable[[], Any] = lambda: None
     log: list[str] = field(default_factory=list)
     prepared: list[tuple[int, int]] = field(default_factory=list)  # stage, rows
+    passages: list[int] = field(default_factory=list)  # last stages of those offered
     executor: Executor = None  # type: ignore[assignment]
     on_finish: Callable[[], None] = lambda: None
 
@@ -66,6 +67,10 @@ class Bench:
         chunks = self.queues.take_chunks(stage, max_rows)
         self.prepared.append((stage, len(chunks)))
         return Work(stage, len(chunks), self.compute)
+
+    def passage(self, step: Any, last: int, wanted: Callable[[], bool]) -> Any:
+        self.passages.append(last)
+        return step
 
     def finish(self, step: Any, result: Any) -> None:
         self.log.append(f"finished {CHAIN.name(step.stage)}")
@@ -108,6 +113,36 @@ async def test_two_batches_are_with_the_device_and_no_more() -> None:
         assert b.log == ["finished A0"]
         gate.release(3)
         await b.until(lambda: len(b.log) == 4)
+
+
+async def test_rows_that_are_the_only_ones_wait_for_those_that_run() -> None:
+    async with bench() as b:
+        gate = threading.Semaphore(0)
+        b.compute = gate.acquire
+        b.put(2)
+        await b.until(lambda: b.prepared == [(2, 1)])
+        b.put(4)
+        await asyncio.sleep(0.02)
+        assert b.prepared == [(2, 1)]  # what runs may yet join those of stage 4
+        b.put(0)
+        await b.until(lambda: len(b.prepared) == 2)  # now there is a choice
+        gate.release(4)
+        await b.until(lambda: len(b.log) == 3)
+
+
+async def test_a_batch_is_offered_a_passage_only_while_nothing_else_is_here() -> None:
+    async with bench(head_max_rows=2) as b:
+        gate = threading.Semaphore(0)
+        b.compute = gate.acquire
+        b.put(0, chunks=3)
+        await b.until(lambda: len(b.prepared) == 1)
+        assert b.passages == [3]  # the head takes fewer rows
+        b.put(0)
+        b.put(2)
+        await b.until(lambda: len(b.prepared) == 2)
+        gate.release(4)
+        await b.until(lambda: len(b.log) == 3)
+        assert b.passages == [3, 4]  # the last of all was alone again
 
 
 async def test_arrivals_of_one_turn_of_the_loop_are_one_batch() -> None:

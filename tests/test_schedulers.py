@@ -131,6 +131,29 @@ def test_defragging_follows_its_formula_over_a_run(
     assert rule.scores(view(taken[0][0])).tolist() == expected
 
 
+@pytest.mark.parametrize("name", ["mtfs", "flfs", "defrag", "defrag_cyclic", "defrag_aging"])
+@settings(max_examples=30)
+@given(taken=steps(7), lone=st.lists(st.integers(0, 6), max_size=5))
+def test_a_lone_batch_counts_as_if_the_scheduler_had_been_asked(
+    name: str, taken: Steps, lone: list[int]
+) -> None:
+    asked, told = make(name, 3), make(name, 3)
+    for decision, (rows, passed) in enumerate(taken):
+        shown = view(rows, passed, decision)
+        chosen = asked.choose(shown)
+        assert told.choose(shown) == chosen
+        if chosen is None:
+            continue
+        asked.executed(chosen, rows[chosen])
+        told.executed(chosen, rows[chosen])
+        for stage in lone:
+            alone = [0] * 7
+            alone[stage] = 3
+            assert asked.choose(view(alone)) == stage
+            asked.executed(stage, 3)
+            told.executed(stage, 3)
+
+
 @settings(max_examples=60)
 @given(taken=steps(7), fanout=FANOUTS, patience=st.integers(1, 6))
 def test_aging_adds_the_age_in_decisions_to_the_relative_score(
