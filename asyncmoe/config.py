@@ -176,6 +176,9 @@ class DeviceConfig(Section):
     threads: int | None = Field(
         None, ge=1, description="Compute threads of a rank; default cores / local ranks"
     )
+    pin: bool = Field(
+        True, description="Keep the compute threads of several ranks of a machine on own cores"
+    )
 
 
 class ServerConfig(Section):

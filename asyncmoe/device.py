@@ -9,6 +9,8 @@ from typing import TypeVar
 
 import torch
 
+from asyncmoe.cores import Cores
+
 T = TypeVar("T")
 
 
@@ -25,9 +27,9 @@ class Device(ABC):
 
     torch_device: torch.device
 
-    def __init__(self, threads: int) -> None:
-        """`threads`: CPU threads that one piece of work may use."""
-        self.threads = threads
+    def __init__(self, threads: int, cores: Cores | None = None) -> None:
+        """`threads`: CPU threads that one piece of work may use; `cores`: where they stay."""
+        self.threads, self.cores = threads, cores
 
     @abstractmethod
     def submit(self, work: Callable[[], T]) -> asyncio.Future[T]:

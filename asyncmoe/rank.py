@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from asyncmoe.agreement import agree, fingerprint
 from asyncmoe.checkpoint import Checkpoint, open_checkpoint
 from asyncmoe.config import Config
+from asyncmoe.cores import core_share
 from asyncmoe.deadline import Deadline
 from asyncmoe.device import Device
 from asyncmoe.dispatcher import Dispatcher
@@ -76,6 +77,7 @@ class Rank:
     ) -> None:
         """`checkpoint`: what to load instead of `config.model`."""
         self.config, self.rank, self.world = config, world.rank, world.size
+        self._place = world
         self._directory, self._checkpoint = directory, checkpoint
         self.on_front_end: Callable[[int, Message], None] = _ignore
         self.on_rank_lost: Callable[[int, Exception], None] = _ignore
@@ -117,7 +119,7 @@ class Rank:
         await agree(self._directory, self.rank, self.world, marks, deadline.left_s)
         blocks = pool_blocks(config.kv, spec, config.engine.max_requests)
         self.kv_blocks_of = dict.fromkeys(self.placement.home_ranks, blocks)
-        self.device: Device = find("devices", config.device.name)(config.device.threads or 1)
+        self.device = self._make_device()
         self._resources.push_async_callback(self.device.close)
         self._resources.callback(checkpoint.source.give_up)
         try:
@@ -222,6 +224,13 @@ class Rank:
 
     def _notify(self) -> None:
         self.executor.notify()
+
+    def _make_device(self) -> Device:
+        device = self.config.device
+        threads = device.threads or 1
+        cores = core_share(self._place, threads) if device.pin else None
+        made: Device = find("devices", device.name)(threads, cores)
+        return made
 
     def _make_transport(self, limits: Limits, deadline: Deadline) -> Transport:
         config = self.config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import threading
 import time
 import weakref
@@ -13,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from asyncmoe.cores import core_share
 from asyncmoe.devices import cpu
 from asyncmoe.devices.cpu import CpuDevice
+from asyncmoe.world import World
 
 
 @pytest.fixture
@@ -141,3 +144,25 @@ async def test_a_result_is_kept_by_nobody_but_its_reader(device: CpuDevice) -> N
     await device.submit(lambda: None)  # the thread has let go of the work before
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system cannot pin threads")
+async def test_the_compute_thread_stays_on_its_cores() -> None:
+    some = frozenset(sorted(os.sched_getaffinity(0))[:1])
+    device = CpuDevice(1, some)
+    try:
+        assert await device.submit(lambda: os.sched_getaffinity(0)) == some
+        assert os.sched_getaffinity(0) >= some  # the loop's thread is free
+    finally:
+        await device.close()
+
+
+def test_ranks_of_a_machine_share_its_cores_if_there_are_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 5, 7}, raising=False)
+    assert core_share(World(4, 8, 0, 2), 2) == {2, 3}
+    assert core_share(World(5, 8, 1, 2), 2) == {5, 7}
+    assert core_share(World(5, 8, 1, 2), 1) == {3}
+    assert core_share(World(0, 3, 0, 3), 2) is None  # too few cores
+    assert core_share(World(0, 1, 0, 1), 4) is None  # alone

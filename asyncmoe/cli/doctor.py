@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from asyncmoe.frontend.world import available_cores
+from asyncmoe.cores import available_cores
 
 PACKAGE = "asyncmoe"
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "avx512_vnni")  # in /proc/cpuinfo

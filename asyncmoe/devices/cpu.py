@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import queue
 import threading
 import time
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from asyncmoe.cores import Cores
 from asyncmoe.device import Device
 
 T = TypeVar("T")
@@ -24,8 +26,8 @@ _Item = tuple[Callable[[], Any], asyncio.Future[Any]]
 class CpuDevice(Device):
     """Runs work on one thread of its own; torch's intra-op threads work beneath it."""
 
-    def __init__(self, threads: int) -> None:
-        super().__init__(threads)
+    def __init__(self, threads: int, cores: Cores | None = None) -> None:
+        super().__init__(threads, cores)
         self.torch_device = torch.device("cpu")
         self._busy_s = 0.0
         # SimpleQueue is in C and hands over without a Python-level lock
@@ -56,6 +58,8 @@ class CpuDevice(Device):
                 _LOG.warning("the compute thread is still busy after %g s", CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
+        if self.cores is not None:  # of this thread and of those that kernels start from it
+            os.sched_setaffinity(0, self.cores)
         torch.set_num_threads(self.threads)
         with torch.inference_mode():
             while (item := self._queue.get()) is not None:

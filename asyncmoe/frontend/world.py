@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from asyncmoe.config import Config
+from asyncmoe.cores import available_cores
 from asyncmoe.errors import ConfigError
 from asyncmoe.world import World
 
@@ -76,11 +76,6 @@ def fit_to_world(config: Config, world: World) -> Config:
     threads = config.device.threads or max(1, available_cores() // world.local_size)
     device = config.device.model_copy(update={"threads": threads})
     return config.model_copy(update={"cluster": cluster, "device": device})
-
-
-def available_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _number(
