@@ -20,7 +20,13 @@ def extension(name: str) -> Pybind11Extension:
         sorted(str(path) for path in folder.glob("*.cpp")),
         depends=sorted(str(path) for path in folder.glob("*.h")),
         cxx_std=17,
-        extra_compile_args=["-O3", "-fno-math-errno", "-fno-trapping-math", "-pthread"],
+        extra_compile_args=[
+            "-O3",
+            "-fno-math-errno",
+            "-fno-trapping-math",
+            "-Wno-psabi",
+            "-pthread",
+        ],
         extra_link_args=["-pthread"],
         optional=True,
     )

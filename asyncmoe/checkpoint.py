@@ -11,11 +11,13 @@ import json
 import math
 import os
 import re
+import struct
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from io import FileIO
 from pathlib import Path
 from typing import Any, Self
 
@@ -85,17 +87,40 @@ class WeightSource(ABC):
         self.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor in a safetensors file."""
+
+    dtype: str  # as the format spells it
+    shape: tuple[int, ...]
+    begin: int  # of its numbers, in bytes from the beginning of the file
+
+
+def _read_header(path: Path) -> dict[str, _Stored]:
+    """What a safetensors file holds: a JSON object behind its length, then the numbers."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        entries = json.loads(file.read(length))
+    return {
+        name: _Stored(entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+        for name, entry in entries.items()
+        if name != "__metadata__"
+    }
+
+
 class SafetensorsSource(WeightSource):
     """`model.safetensors`, or the shards named in `model.safetensors.index.json`.
 
-    A file is opened when the first of its tensors is asked for. `strict` False lets parameters that
+    A file's contents are listed when the first of its tensors is asked for, and it stays open from
+    the first read to `close`. `strict` False lets parameters that
     the model does not expect pass.
     """
 
     def __init__(self, directory: Path, *, strict: bool = True) -> None:
         super().__init__()
         self.directory, self.strict = directory, strict
-        self._files: dict[str, Any] = {}  # safe_open handles by file name
+        self._files: dict[str, FileIO] = {}  # those that were read from, by name
+        self._tensors: dict[str, dict[str, _Stored]] = {}  # by file name and parameter
         self._stack = ExitStack()
         self._file_of = self._locate()
 
@@ -105,7 +130,7 @@ class SafetensorsSource(WeightSource):
         if not index.is_file():
             if not (self.directory / WEIGHTS).is_file():
                 raise CheckpointError(f"{self.directory} has neither {WEIGHTS} nor {INDEX}")
-            return dict.fromkeys(self._open(WEIGHTS).keys(), WEIGHTS)
+            return dict.fromkeys(self._contents(WEIGHTS), WEIGHTS)
         file_of = _read_json(index).get("weight_map")
         if not isinstance(file_of, dict) or not all(isinstance(f, str) for f in file_of.values()):
             raise CheckpointError(f"{index}: weight_map must map parameter names to file names")
@@ -120,17 +145,17 @@ class SafetensorsSource(WeightSource):
                 )
         return file_of
 
-    def _open(self, file: str) -> Any:
-        if file not in self._files:
+    def _contents(self, file: str) -> dict[str, _Stored]:
+        if file not in self._tensors:
             path = self.directory / file
             try:
-                handle = self._stack.enter_context(safe_open(path, framework="pt"))
+                with safe_open(path, framework="pt"):  # checks the header against the file
+                    self._tensors[file] = _read_header(path)
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(
                     f"{path} is not a readable safetensors file: {error}"
                 ) from error
-            self._files[file] = handle
-        return self._files[file]
+        return self._tensors[file]
 
     def expect(self, required: Iterable[str], optional: Collection[str] = ()) -> None:
         wanted = set(required)
@@ -169,26 +194,43 @@ class SafetensorsSource(WeightSource):
         file = self._file_of.get(name)
         if file is None:
             raise CheckpointError(f"{self.directory}: missing parameter {name}")
-        handle = self._open(file)
-        try:
-            stored = handle.get_slice(name)
-        except SafetensorError as error:
+        stored = self._contents(file).get(name)
+        if stored is None:
             raise CheckpointError(
                 f"{self.directory / file} does not hold {name}, which {INDEX} places there"
-            ) from error
-        found = tuple(stored.get_shape())
-        if found != shape:
+            )
+        if stored.shape != shape:
             raise CheckpointError(
-                f"{self.directory / file}: {name} has shape {list(found)}; "
+                f"{self.directory / file}: {name} has shape {list(stored.shape)}; "
                 f"config.json asks for {list(shape)}"
             )
-        if stored.get_dtype() not in _FLOATS:
+        dtype = _FLOATS.get(stored.dtype)
+        if dtype is None:
             raise CheckpointError(
-                f"{self.directory / file}: {name} has dtype {stored.get_dtype()}; "
+                f"{self.directory / file}: {name} has dtype {stored.dtype}; "
                 f"allowed: {', '.join(_FLOATS)}"
             )
-        # A slice of a mapped file is a view of it: copy, so that the file can be closed.
-        tensor: Tensor = stored[slice(None) if rows is None else rows].clone()
+        return self._read_rows(file, stored, dtype, rows)
+
+    def _read_rows(
+        self, file: str, stored: _Stored, dtype: torch.dtype, rows: slice | None
+    ) -> Tensor:
+        """Read into memory of its own. A mapped file's pages would all count as this process's
+        memory until the end of the load, which would so need twice the weights."""
+        shape, begin = stored.shape, stored.begin
+        if rows is not None:
+            first, last, _ = rows.indices(shape[0])
+            begin += first * math.prod(shape[1:]) * dtype.itemsize
+            shape = (last - first, *shape[1:])
+        if file not in self._files:
+            self._files[file] = self._stack.enter_context(FileIO(self.directory / file))
+        tensor = torch.empty(shape, dtype=dtype)
+        left: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
+        while left:
+            count = os.preadv(self._files[file].fileno(), [left], begin)
+            if count == 0:
+                raise CheckpointError(f"{self.directory / file} was cut off while it was read")
+            left, begin = left[count:], begin + count
         return tensor
 
     def close(self) -> None:
@@ -273,6 +315,7 @@ def open_checkpoint(config: ModelConfig) -> Checkpoint:
     if eos is not None:
         spec = replace(spec, eos_ids=tuple(eos) if isinstance(eos, list) else (eos,))
         _check_eos(directory / "generation_config.json", spec)
+    spec = replace(spec, quantize=config.quantize == "int8")
     source: WeightSource
     if config.load_format == "dummy":
         source = DummySource(seed=config.seed, std=settings.get("initializer_range") or 0.02)

@@ -12,6 +12,7 @@ from asyncmoe.config import Config
 ALIASES = {
     "--model": "model.name",
     "--dtype": "model.dtype",
+    "--quantize": "model.quantize",
     "--load-format": "model.load_format",
     "--context": "model.context",
     "--ranks": "cluster.ranks",

@@ -12,6 +12,8 @@ from asyncmoe.config import KvConfig
 from asyncmoe.errors import ConfigError
 from asyncmoe.model import Cache, CacheSpec, ModelSpec
 
+ALIGNMENT = 64  # bytes: a line of the caches, as torch aligns its own memory
+
 
 def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return math.prod(shape) * dtype.itemsize
@@ -82,13 +84,24 @@ def cache_tensors(
     return [
         {
             **{
-                name: torch.zeros(blocks, block_tokens, *t.shape, dtype=t.dtype, device=device)
+                name: _zeros((blocks, block_tokens, *t.shape), t.dtype, device)
                 for name, t in layer.per_token.items()
             },
             **{
-                name: torch.zeros(requests, *t.shape, dtype=t.dtype, device=device)
+                name: _zeros((requests, *t.shape), t.dtype, device)
                 for name, t in layer.per_request.items()
             },
         }
         for layer in spec.caches
     ]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On a CPU the kernel's zero pages, which become memory when they are first written: torch
+    writes all of its zeros at once, half a second for a GiB that may never be used."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    count = _bytes(shape, dtype)
+    memory = torch.from_numpy(np.zeros(count + ALIGNMENT, np.uint8))
+    first = -memory.data_ptr() % ALIGNMENT
+    return memory[first : first + count].view(dtype).view(shape)

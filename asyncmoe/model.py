@@ -52,6 +52,7 @@ class ModelSpec:
     caches: tuple[CacheSpec, ...]  # one per decoder layer
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
+    quantize: bool = False  # the weights of products to int8, at load
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,12 @@ from asyncmoe.checkpoint import WeightSource
 from asyncmoe.model import Cache, ExpertBatch, LoadPlan, Model, ModelSpec, Routed, RowBatch
 from asyncmoe.models.blueprint import Blueprint, ExpertNames
 from asyncmoe.models.hfconfig import ConfigReader
-from asyncmoe.models.layers.attention import Attention
+from asyncmoe.models.layers.attention import Attention, AttentionSpec, make_mixer
 from asyncmoe.models.layers.experts import Experts, make_experts
 from asyncmoe.models.layers.linear import ACTIVATIONS, GatedMlp, Linear
 from asyncmoe.models.layers.norm import RmsNorm
 from asyncmoe.models.layers.paged import PagedBatch
-from asyncmoe.models.layers.rope import Rotary, make_rotary
+from asyncmoe.models.layers.rope import Angles, make_rotary
 from asyncmoe.models.layers.router import SoftmaxRouter
 
 
@@ -107,7 +107,7 @@ class Decoder(Model):
         bias = None
         if f"{names[0]}.bias" in self._blueprint.parameters:
             bias = torch.cat([self._read(f"{name}.bias") for name in names])
-        return Linear(weight, bias, pack=self.pack_weights)
+        return Linear(weight, bias, pack=self.pack_weights, quantize=self.spec.quantize)
 
     def _norm(self, name: str) -> RmsNorm:
         return RmsNorm(self._read(f"{name}.weight"), self._blueprint.eps)
@@ -134,15 +134,22 @@ class Decoder(Model):
             ACTIVATIONS[blueprint.activation],
             round_products=blueprint.cast_weights,
             pack=self.pack_weights,
+            quantize=self.spec.quantize,
         )
 
     def _build_home(self) -> None:
         blueprint, dtype = self._blueprint, self.spec.dtype
         embedding = self._read("model.embed_tokens.weight")
         head = embedding if blueprint.tied else self._read("lm_head.weight")
-        self._head = Linear(head, pack=self.pack_weights)
-        if blueprint.tied and not self._head.packed:
-            self._embedding = self._head.weight
+        self._head = Linear(
+            head,
+            out_dtype=torch.float32,
+            pack=self.pack_weights,
+            quantize=self.spec.quantize,
+        )
+        shared = self._head.plain_weight if blueprint.tied else None
+        if shared is not None:
+            self._embedding = shared
         else:  # rows of a packed weight cannot be read: the embedding is a copy of its own
             self._embedding = embedding
             self._bytes += embedding.nbytes
@@ -157,13 +164,13 @@ class Decoder(Model):
         moe = layer in self.spec.moe_layers
         return DecoderLayer(
             self._norm(f"{at}.input_layernorm"),
-            self._build_attention(f"{at}.self_attn", self._rotary),
+            self._build_attention(f"{at}.self_attn"),
             self._norm(f"{at}.post_attention_layernorm"),
             self._build_router(f"{at}.{self._blueprint.names.block}.gate") if moe else None,
             None if moe else self._mlp(f"{at}.mlp", ExpertNames()),
         )
 
-    def _build_attention(self, at: str, rotary: Rotary) -> Attention:
+    def _build_attention(self, at: str) -> Attention:
         blueprint = self._blueprint
         head_norm = vector_norm = None
         if blueprint.vector_norm:
@@ -172,27 +179,32 @@ class Decoder(Model):
             q, k = self._read(f"{at}.q_norm.weight"), self._read(f"{at}.k_norm.weight")
             weights = [q.expand(blueprint.heads, -1), k.expand(blueprint.kv_heads, -1)]
             head_norm = RmsNorm(torch.cat(weights), blueprint.eps)
-        return Attention(
-            self._linear(f"{at}.q_proj", f"{at}.k_proj", f"{at}.v_proj"),
-            self._linear(f"{at}.o_proj"),
-            rotary,
+        spec = AttentionSpec(
             heads=blueprint.heads,
             kv_heads=blueprint.kv_heads,
             head_dim=blueprint.head_dim,
+            rotary=self._rotary,
+            scale=blueprint.head_dim**-0.5,
             head_norm=head_norm,
             vector_norm=vector_norm,
             clip=blueprint.clip,
             window=blueprint.window,
         )
+        return Attention(
+            self._linear(f"{at}.q_proj", f"{at}.k_proj", f"{at}.v_proj"),
+            self._linear(f"{at}.o_proj"),
+            make_mixer(spec, self._embedding),
+        )
 
     def _build_router(self, name: str) -> SoftmaxRouter:
         blueprint = self._blueprint
-        round_to = self.spec.dtype if blueprint.cast_weights else None
         return SoftmaxRouter(
-            self._linear(name),
+            self._read(f"{name}.weight"),
+            None,
             blueprint.top_k,
             renormalise=blueprint.renormalise,
-            round_to=round_to,
+            round_to=self.spec.dtype if blueprint.cast_weights else None,
+            pack=self.pack_weights,
         )
 
     # -- stages --------------------------------------------------------------------------------
@@ -206,14 +218,19 @@ class Decoder(Model):
         paged, angles = PagedBatch(batch), self._rotary.angles(batch)
         x = self._dense(range(first, moe_layers[layer]), x, angles, paged, cache)
         last = self._layers[moe_layers[layer]]
-        x = x + last.attention(last.attention_norm(x), angles, paged, cache[moe_layers[layer]])
-        hidden = last.mlp_norm(x)
+        mixed = last.attention(last.attention_norm(x), angles, paged, cache[moe_layers[layer]])
+        x, hidden = last.mlp_norm.of_sum(x, mixed)
         assert last.router is not None
         experts, weights = last.router(hidden)
         return Routed(x, hidden, experts, weights)
 
     def experts(self, layer: int, x: Tensor, batch: ExpertBatch) -> Tensor:
         return self._experts[layer](x, batch)
+
+    def local_experts(
+        self, layer: int, x: Tensor, experts: Tensor, weights: Tensor, local: Tensor
+    ) -> Tensor:
+        return self._experts[layer].routed(x, experts, weights, local)
 
     def finish(self, x: Tensor, batch: RowBatch, cache: Cache) -> Tensor:
         layers = range(self.spec.moe_layers[-1] + 1, self.spec.decoder_layers)
@@ -222,13 +239,14 @@ class Decoder(Model):
         return self._dense(layers, x, self._rotary.angles(batch), PagedBatch(batch), cache)
 
     def _dense(
-        self, layers: range, x: Tensor, angles: Tensor, batch: PagedBatch, cache: Cache
+        self, layers: range, x: Tensor, angles: Angles, batch: PagedBatch, cache: Cache
     ) -> Tensor:
         for index in layers:
             layer = self._layers[index]
-            x = x + layer.attention(layer.attention_norm(x), angles, batch, cache[index])
+            mixed = layer.attention(layer.attention_norm(x), angles, batch, cache[index])
+            x, hidden = layer.mlp_norm.of_sum(x, mixed)
             assert layer.mlp is not None
-            x = x + layer.mlp(layer.mlp_norm(x))
+            x = x + layer.mlp(hidden)
         return x
 
     @property
@@ -236,7 +254,7 @@ class Decoder(Model):
         return self.spec.moe_layers[-1] + 1 < self.spec.decoder_layers
 
     def logits(self, x: Tensor) -> Tensor:
-        return self._head(self._final_norm(x)).float()
+        return self._head(self._final_norm(x))
 
     def weight_bytes(self) -> int:
         return self._bytes

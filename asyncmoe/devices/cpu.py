@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from asyncmoe import native
 from asyncmoe.cores import Cores
 from asyncmoe.device import Device
 
@@ -61,6 +62,8 @@ class CpuDevice(Device):
         if self.cores is not None:  # of this thread and of those that kernels start from it
             os.sched_setaffinity(0, self.cores)
         torch.set_num_threads(self.threads)
+        if native.kernels is not None:
+            native.kernels.set_threads(self.threads)
         with torch.inference_mode():
             while (item := self._queue.get()) is not None:
                 work, future = item
@@ -78,6 +81,8 @@ class CpuDevice(Device):
                 with contextlib.suppress(RuntimeError):
                     future.get_loop().call_soon_threadsafe(_settle, future, result, failure)
                 del item, work, future, result, failure  # nothing of a batch outlives it here
+        if native.kernels is not None:
+            native.kernels.set_threads(1)  # ends the others: who joins this thread finds none left
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

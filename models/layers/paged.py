@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,9 +46,34 @@ class PagedBatch:
     """A `RowBatch` with the index arrays that the layers of a stage share, made on demand."""
 
     def __init__(self, rows: RowBatch) -> None:
-        self.rows = rows
+        self.rows, self.count = rows, rows.cache_index.shape[0]
         self._groups: dict[tuple[int | None, torch.dtype], list[Group]] = {}
         self._chunks: list[Chunk] | None = None
+        self._compiled: tuple[Any, tuple[Tensor, ...]] | None = None
+
+    def compiled(self, kernels: Any) -> Any:
+        """The batch as kernels take it, valid as long as this object.
+
+        Raises `IndexError` where the columns contradict each other.
+        """
+        if self._compiled is None:
+            rows = self.rows
+            columns = (
+                _int64s(rows.cache_index),
+                _int64s(rows.query_start),
+                _int64s(rows.context_len),
+                _int64s(rows.block_table),
+            )
+            index, starts, context, table = columns
+            segments, width = table.shape
+            if starts.shape != (segments + 1,) or context.shape != (segments,):
+                raise IndexError(f"columns of a batch of {segments} segments differ in length")
+            made = kernels.PagedRows(
+                self.count, segments, rows.decode_rows, index.data_ptr(), starts.data_ptr(),
+                context.data_ptr(), table.data_ptr(), width, rows.block_tokens,
+            )  # fmt: skip
+            self._compiled = made, columns
+        return self._compiled[0]
 
     def groups(self, window: int | None, dtype: torch.dtype) -> list[Group]:
         """The decode rows, for layers with this window, masks in `dtype`."""
@@ -66,6 +92,13 @@ class PagedBatch:
                 Chunk(first + i, starts[i], starts[i + 1], context[i]) for i in range(len(context))
             ]
         return self._chunks
+
+
+def _int64s(column: Tensor) -> Tensor:
+    """The column as kernels read it; the column itself, but for unusual ones."""
+    if column.dtype is torch.int64 and column.is_contiguous():
+        return column
+    return column.to(torch.int64).contiguous()
 
 
 def _groups(batch: RowBatch, window: int | None, dtype: torch.dtype) -> list[Group]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -135,6 +136,22 @@ def _llama3(spec: RopeSpec, plain: Tensor) -> Tensor:
     return (1 - kept) * plain / spec.factor + kept * plain
 
 
+class Angles:
+    """What the rows of a batch are rotated by, the same in all layers of a stage.
+
+    Angles are cosines, and sines with the first half of them negated: [2, dim]. Row i's are
+    `table[row[i]]`, or `table[i]` where `row` is None.
+    """
+
+    def __init__(self, table: Tensor, row: Tensor | None = None) -> None:
+        self.table, self.row = table, row
+
+    @cached_property
+    def of_rows(self) -> Tensor:
+        """[rows, 2, dim]"""
+        return self.table if self.row is None else self.table[self.row]
+
+
 class Rotary(ABC):
     """Rotates queries and keys by their position."""
 
@@ -142,17 +159,17 @@ class Rotary(ABC):
         self.spec = spec
 
     @abstractmethod
-    def angles(self, batch: RowBatch) -> Tensor:
-        """[rows, 2, dim]: per row the cosines, and the sines with the first half negated."""
+    def angles(self, batch: RowBatch) -> Angles:
+        """The angles of the batch's rows."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes held."""
 
-    def rotate(self, x: Tensor, angles: Tensor) -> Tensor:
+    def rotate(self, x: Tensor, angles: Angles) -> Tensor:
         """x [rows, heads, head_dim] with the first `dim` of each head rotated."""
-        cos, sin = angles[:, 0, None], angles[:, 1, None]
+        cos, sin = angles.of_rows[:, 0, None], angles.of_rows[:, 1, None]
         dim = self.spec.dim
         turning = x[..., :dim]
         turned = (turning * cos).add_(turning.roll(dim // 2, -1).mul_(sin))
@@ -169,8 +186,8 @@ class TableRotary(Rotary):
         positions = torch.arange(context, dtype=torch.float32)
         self.table = _turned(positions[:, None] * inverse_frequencies(spec), spec).to(device, dtype)
 
-    def angles(self, batch: RowBatch) -> Tensor:
-        return self.table[batch.positions]
+    def angles(self, batch: RowBatch) -> Angles:
+        return Angles(self.table, batch.positions)
 
     @property
     def nbytes(self) -> int:
@@ -189,14 +206,14 @@ class DynamicRotary(Rotary):
         self.dtype = dtype
         self.exponents = torch.arange(0, spec.dim, 2, dtype=torch.float32, device=device) / spec.dim
 
-    def angles(self, batch: RowBatch) -> Tensor:
+    def angles(self, batch: RowBatch) -> Angles:
         spec = self.spec
         length = batch.context_len.clamp(min=spec.trained).to(torch.float32)
         growth = spec.factor * length / spec.trained - (spec.factor - 1)
         base = spec.theta * growth ** (spec.dim / (spec.dim - 2))  # [segments]
         frequencies = 1.0 / base[:, None] ** self.exponents
         per_row = frequencies.repeat_interleave(batch.query_start.diff(), 0)
-        return _turned(batch.positions[:, None] * per_row, spec).to(self.dtype)
+        return Angles(_turned(batch.positions[:, None] * per_row, spec).to(self.dtype))
 
     @property
     def nbytes(self) -> int:

@@ -9,8 +9,19 @@
 
 namespace py = pybind11;
 
+void bind_norm(py::module_& m);
+void bind_attention(py::module_& m);
+void bind_router(py::module_& m);
+void bind_isa(py::module_& m);
+void bind_linear(py::module_& m);
+
 PYBIND11_MODULE(_kernels, m) {
     m.def("set_threads", [](int threads) { asyncmoe::Pool::mine().resize(threads); },
           py::arg("threads"), py::call_guard<py::gil_scoped_release>(),
           "Threads that kernels called on this thread use, this one included.");
+    bind_isa(m);
+    bind_linear(m);
+    bind_norm(m);
+    bind_attention(m);
+    bind_router(m);
 }

@@ -1,12 +1,15 @@
 // The threads that share one kernel: a small pool that belongs to the thread that calls kernels.
 //
 // Kernels of a decode step last tens of microseconds and follow each other within a few, so that
-// workers spin for a moment before they sleep. Each compute thread has a pool of its own (several
-// ranks may live in one process), made by `Pool::resize` and ended with its thread.
+// workers spin for a moment before they sleep. A worker takes part in a call if it comes before the
+// last task is given out; nobody waits for one that sleeps. Each compute thread has a pool of its
+// own (several ranks may live in one process), made by `Pool::resize` and ended with its thread.
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -43,13 +46,13 @@ class Pool {
         {
             std::lock_guard<std::mutex> guard(mutex_);
             ending_ = true;
-            generation_.fetch_add(1, std::memory_order_release);
+            gate_.store(next_generation());
         }
         wake_.notify_all();
         for (auto& worker : workers_) worker.join();
         workers_.clear();
         ending_ = false;
-        const unsigned seen = generation_.load();
+        const uint32_t seen = generation(gate_.load());
         for (int i = 1; i < threads; ++i) workers_.emplace_back([this, seen] { work(seen); });
     }
 
@@ -67,57 +70,82 @@ class Pool {
         context_ = &body;
         tasks_ = tasks;
         next_.store(0, std::memory_order_relaxed);
-        busy_.store(static_cast<int>(workers_.size()), std::memory_order_relaxed);
+        left_.store(0, std::memory_order_relaxed);
         // Sequentially consistent with `sleepers_`: either a worker sees the new generation before
         // it sleeps, or this thread sees that it sleeps.
-        generation_.fetch_add(1);
+        gate_.store(next_generation() | kOpen);
         if (sleepers_.load() > 0) {
             std::lock_guard<std::mutex> guard(mutex_);
             wake_.notify_all();
         }
         take();
-        for (int spins = 0; busy_.load(std::memory_order_acquire) > 0; ++spins) {
-            if (spins < kSpins) cpu_relax();
-            else std::this_thread::yield();
+        const auto joined = static_cast<uint32_t>(gate_.fetch_and(~kOpen)) & ~kOpenBit;
+        for (int spins = 0; left_.load(std::memory_order_acquire) < joined; ++spins) {
+            if (spins < kPatience) cpu_relax();
+            else std::this_thread::yield();  // there may be fewer cores than threads
         }
     }
 
    private:
-    static constexpr int kSpins = 2000;  // some tens of microseconds
+    // The gate of a call: its generation, whether workers may still join, and how many have.
+    static constexpr uint32_t kOpenBit = 1u << 31;
+    static constexpr uint64_t kOpen = kOpenBit;
+    static constexpr std::chrono::microseconds kSpin{50};
+    static constexpr int kPatience = 2000;
+
+    static uint32_t generation(uint64_t gate) { return static_cast<uint32_t>(gate >> 32); }
+
+    uint64_t next_generation() const { return uint64_t{generation(gate_.load()) + 1u} << 32; }
 
     void take() {
         for (int task; (task = next_.fetch_add(1, std::memory_order_relaxed)) < tasks_;)
             call_(context_, task);
     }
 
-    void work(unsigned seen) {
-        for (;;) {
-            for (int spins = 0; generation_.load(std::memory_order_acquire) == seen; ++spins) {
-                if (spins < kSpins) {
-                    cpu_relax();
-                    continue;
-                }
-                std::unique_lock<std::mutex> lock(mutex_);
-                sleepers_.fetch_add(1);
-                wake_.wait(lock, [&] { return generation_.load() != seen; });
-                sleepers_.fetch_sub(1);
+    // Whether this worker has become part of the call that is going on.
+    bool join() {
+        uint64_t gate = gate_.load();
+        while (gate & kOpen)
+            if (gate_.compare_exchange_weak(gate, gate + 1)) return true;
+        return false;
+    }
+
+    void await_other_than(uint32_t seen) {
+        const auto changed = [&] { return generation(gate_.load()) != seen; };
+        const auto until = std::chrono::steady_clock::now() + kSpin;
+        do {
+            for (int i = 0; i < 32; ++i) {
+                if (changed()) return;
+                cpu_relax();
             }
+        } while (std::chrono::steady_clock::now() < until);
+        std::unique_lock<std::mutex> lock(mutex_);
+        sleepers_.fetch_add(1);
+        wake_.wait(lock, changed);
+        sleepers_.fetch_sub(1);
+    }
+
+    void work(uint32_t seen) {
+        for (;;) {
+            await_other_than(seen);
             if (ending_) return;
-            seen = generation_.load(std::memory_order_acquire);
+            seen = generation(gate_.load());
+            if (!join()) continue;
             take();
-            busy_.fetch_sub(1, std::memory_order_release);
+            left_.fetch_add(1, std::memory_order_release);
         }
     }
 
     std::vector<std::thread> workers_;
     std::mutex mutex_;
     std::condition_variable wake_;
-    std::atomic<unsigned> generation_{0};
-    std::atomic<int> next_{0}, busy_{0}, sleepers_{0};
+    std::atomic<uint64_t> gate_{0};
+    std::atomic<int> next_{0}, sleepers_{0};
+    std::atomic<uint32_t> left_{0};
     void (*call_)(const void*, int) = nullptr;
     const void* context_ = nullptr;
     int tasks_ = 0;
-    bool ending_ = false;
+    std::atomic<bool> ending_{false};
 };
 
 }  // namespace asyncmoe

@@ -1,0 +1,81 @@
+"""Weights as the compiled products read them: in panels of 16 outputs, quantised if asked for.
+
+Quantised weights are int8 with one float32 scale per output, chosen so that the output's largest
+weight becomes 127: weight = scale * int8, to half a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+PANEL = 16  # outputs
+_STORAGE = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # as in packed.h
+_QUANTISED_ROWS = 4096  # at a time, so that no float32 copy of a large weight is made
+
+
+def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[out, in] -> int8 [out, in] and float32 scales [out]; the scale of a row of zeros is 0."""
+    whole = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    scales, most = [], _QUANTISED_ROWS
+    for rows, out in zip(torch.split(weight, most), torch.split(whole, most), strict=True):
+        values = rows.float()
+        scale = values.abs().amax(1) / 127
+        out.copy_((values / scale.clamp_min(torch.finfo(scale.dtype).tiny)[:, None]).round_())
+        scales.append(scale)
+    return whole, torch.cat(scales)
+
+
+class PackedWeights:
+    """The packed weights of `count` layers, one behind the other.
+
+    A layer has `parts` weights of the same shape, [out, in] each, whose panels alternate.
+    """
+
+    def __init__(
+        self,
+        kernels: Any,
+        dtype: torch.dtype,
+        out: int,
+        inputs: int,
+        *,
+        count: int = 1,
+        parts: int = 1,
+    ) -> None:
+        self.storage, self.out, self.inputs = _STORAGE[dtype], out, inputs
+        self._kernels, self._dtype, self._parts = kernels, dtype, parts
+        self._panels = -(-out // PANEL)
+        layer_bytes = parts * kernels.packed_bytes(self.storage, out, inputs)
+        self.data = torch.empty((count, layer_bytes), dtype=torch.uint8)
+        self._scales: Tensor | None = None
+        if dtype is torch.int8:
+            self._scales = torch.zeros((count, self._panels, parts, PANEL))
+
+    def set(self, index: int, weights: Sequence[Tensor]) -> None:
+        """Pack the parts of layer `index`; they are quantised if these are weights of int8."""
+        for part, weight in enumerate(weights):
+            if self._scales is not None:
+                weight, scale = quantised(weight)
+                scale = functional.pad(scale, (0, self._panels * PANEL - self.out))
+                self._scales[index, :, part] = scale.view(self._panels, PANEL)
+            if weight.shape != (self.out, self.inputs) or weight.dtype is not self._dtype:
+                raise ValueError(f"{weight.dtype} weight of shape {list(weight.shape)}")
+            weight = weight.contiguous()
+            self._kernels.pack(
+                weight.data_ptr(), self.out, self.inputs, self.storage,
+                self.data[index].data_ptr(), part, self._parts,
+            )  # fmt: skip
+
+    @property
+    def scales_ptr(self) -> int:
+        """Address of the scales, float32 [count, panels, parts, PANEL]; 0: there are none."""
+        return 0 if self._scales is None else self._scales.data_ptr()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.data.nbytes + (0 if self._scales is None else self._scales.nbytes)
