@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncmoe import native
 from asyncmoe.tokentable import distinct
 
 NONE = -1
@@ -76,6 +77,11 @@ class ChunkTable:
 
     def complete(self, chunk_of_row: NDArray[np.int64]) -> NDArray[np.int64]:
         """One row of each given chunk has all its parts; return the chunks that may go on."""
+        if native.columns is not None:
+            ready: NDArray[np.int64] = native.columns.complete(
+                chunk_of_row, self.missing, self._earlier, self.stage, self._parked
+            )
+            return ready
         np.subtract.at(self.missing, chunk_of_row, 1)
         complete = chunk_of_row[self.missing[chunk_of_row] == 0]
         return self.may_enter(distinct(complete, self._scratch))
@@ -101,10 +107,31 @@ class ChunkTable:
 
         Returns the later chunks that may now enter the stage that was left.
         """
+        if native.columns is not None and not native.columns.leave(
+            chunks, stage, missing, self.stage, self.missing, self._later
+        ):
+            return chunks[:0]
         self.stage[chunks] = stage
         self.missing[chunks] = missing
         later = self._later[chunks]
         return self._unpark(later[later != NONE])
+
+    def by_stage(
+        self, chunks: NDArray[np.int64]
+    ) -> list[tuple[int, NDArray[np.int64], NDArray[np.int64], int]]:
+        """`chunks` by the stage they wait for: (stage, its chunks, rows of each, rows together)."""
+        if native.columns is not None:
+            groups: list[tuple[int, NDArray[np.int64], NDArray[np.int64], int]]
+            groups = native.columns.by_stage(chunks, self.stage, self.rows)
+            return groups
+        groups, stages = [], self.stage[chunks]
+        while len(chunks):  # mostly once: chunks that become ready together are of one stage
+            here = stages == stages[0]
+            ready = chunks[here]
+            rows = self.rows[ready]
+            groups.append((int(stages[0]), ready, rows, int(rows.sum())))
+            chunks, stages = chunks[~here], stages[~here]
+        return groups
 
     def _unpark(self, chunks: NDArray[np.int64]) -> NDArray[np.int64]:
         waiting: NDArray[np.int64] = chunks[self._parked[chunks]]

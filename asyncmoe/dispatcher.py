@@ -8,7 +8,6 @@ was posted, and is posted at once. So no combine ever stands behind a dispatch t
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 
 import numpy as np
@@ -18,8 +17,9 @@ from numpy.typing import NDArray
 from asyncmoe.credit import CreditWindow
 from asyncmoe.errors import ConfigError, PeerLost
 from asyncmoe.microqueue import row_key
+from asyncmoe.packed import PackedParcel
 from asyncmoe.placement import Placement
-from asyncmoe.routing import Route, route
+from asyncmoe.routing import Router
 from asyncmoe.stage import StageChain
 from asyncmoe.steps import AttentionResult, ExpertStep
 from asyncmoe.tokentable import TokenTable
@@ -44,13 +44,14 @@ class Outbox:
         if not self.waiting:
             return None
         parcel = self.waiting[0]
-        least = min(parcel.rows, max(1, self.window.window // self.SMALLEST_SHARE))
+        wanted = parcel.rows
+        least = min(wanted, max(1, self.window.window // self.SMALLEST_SHARE))
         if self.window.available < least:
             return None
-        rows = self.window.take(min(parcel.rows, self._parcel_rows))
-        if rows == parcel.rows:
+        rows = self.window.take(min(wanted, self._parcel_rows))
+        if rows == wanted:
             return self.waiting.popleft()
-        self.waiting[0] = parcel.piece(rows, parcel.rows)
+        self.waiting[0] = parcel.piece(rows, wanted)
         return parcel.piece(0, rows)
 
     def discard(self, slots: NDArray[np.uint32], epochs: NDArray[np.uint32]) -> None:
@@ -79,8 +80,9 @@ class Dispatcher:
         window_rows: int,
         per_expert: bool,
     ) -> None:
-        self._rank, self._placement, self._chain = rank, placement, chain
-        self._transport, self._per_expert = transport, per_expert
+        self._rank, self._chain = rank, chain
+        self._transport = transport
+        self.router = Router(chain, placement.owner, placement.world, per_expert)
         if limits.parcel_bytes < row_bytes:
             raise ConfigError(
                 f"transport.parcel_bytes = {limits.parcel_bytes}: a row of this model takes "
@@ -117,20 +119,20 @@ class Dispatcher:
 
         Returns the parcel for the experts of this very rank, which never touches the transport.
         """
-        owner = self._placement.owner[self._chain.layer(stage)]
-        parts, routes = route(
-            result.experts, result.weights, owner, self._placement.world, self._per_expert
-        )
-        table.expect(slots, stage, parts)
-        slot, epoch = slots.astype(np.uint32), table.epoch[slots]
+        routed = result.routed
+        if routed is None:  # rows were taken out behind the step
+            layer, epochs = self._chain.layer(stage), table.epoch[slots]
+            routed = self.router(
+                layer, slots, epochs, result.hidden, result.experts, result.weights
+            )
+        table.expect(slots, stage, routed.parts)
         local = None
-        for to in routes:
-            parcel = _dispatch_parcel(stage, slot, epoch, result.hidden, to)
-            if to.rank == self._rank:
+        for to, parcel in routed.parcels:
+            if to == self._rank:
                 local = parcel
             else:
-                self._outboxes[to.rank].waiting.append(parcel)
-                self._flush(to.rank)
+                self._outboxes[to].waiting.append(parcel)
+                self._flush(to)
         return local
 
     def combine(self, step: ExpertStep, out: torch.Tensor) -> list[Parcel]:
@@ -138,23 +140,12 @@ class Dispatcher:
 
         Returns the parcels of rows whose home is this rank.
         """
-        local, first = [], 0
-        for home, segments in itertools.groupby(step.segments, lambda segment: segment.source):
-            credits = out_rows = 0
-            for segment in segments:
-                credits += segment.parcel.rows
-                out_rows += len(segment.parcel.part) if self._per_expert else segment.parcel.rows
-            rows = slice(first, first + out_rows)
-            first += out_rows
-            parcel = Parcel(
-                ParcelClass.COMBINE,
-                step.stage,
-                step.slot[rows],
-                step.epoch[rows],
-                step.part[rows],
-                out[rows],
-                credits=credits,
-            )
+        local: list[Parcel] = []
+        first = 0
+        for home, rows, credits, block in step.back:
+            payload = out if rows == out.shape[0] else out[first : first + rows]
+            first += rows
+            parcel = PackedParcel(ParcelClass.COMBINE, step.stage, rows, 0, block, payload, credits)
             if home == self._rank:
                 local.append(parcel)
             else:
@@ -184,6 +175,9 @@ class Dispatcher:
             self._post(peer, parcel)
 
     def _send_home(self, home: int, parcel: Parcel) -> None:
+        if parcel.rows <= self._parcel_rows:
+            self._post(home, parcel)
+            return
         for first in range(0, parcel.rows, self._parcel_rows):
             last = min(first + self._parcel_rows, parcel.rows)
             self._post(home, parcel.piece(first, last))
@@ -195,20 +189,3 @@ class Dispatcher:
             return  # whoever depends on it is told by `on_peer_lost`
         self.sent_parcels += 1
         self.sent_bytes += parcel.rows * self._row_bytes
-
-
-def _dispatch_parcel(
-    stage: int,
-    slot: NDArray[np.uint32],
-    epoch: NDArray[np.uint32],
-    hidden: torch.Tensor,
-    to: Route,
-) -> Parcel:
-    if len(to.rows) == len(slot):
-        payload = hidden
-    else:
-        slot, epoch = slot[to.rows], epoch[to.rows]
-        payload = hidden.index_select(0, torch.from_numpy(to.rows))
-    return Parcel(
-        ParcelClass.DISPATCH, stage, slot, epoch, to.part, payload, to.fanout, to.expert, to.weight
-    )

@@ -16,9 +16,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from asyncmoe.device import Device
 from asyncmoe.microqueue import Queues
 from asyncmoe.passage import Passage, compute_times
@@ -106,6 +103,11 @@ class Executor:
             self._scheduled = True
             self._loop.call_soon(self._pump)
 
+    @property
+    def computing(self) -> bool:
+        """Whether a batch is with the device."""
+        return bool(self._running)
+
     def after_running(self, callback: Callable[[], None]) -> None:
         """Call back when the batches that are now with the device are done; at once if none is."""
         if self._running:
@@ -133,6 +135,9 @@ class Executor:
 
     def _fill(self) -> None:
         while len(self._running) < DEPTH and not self._closed:
+            if not self._queues.total:
+                self._look_again(None)
+                return
             begin_s = time.thread_time()
             stage = self._choose()
             if stage is None:
@@ -152,7 +157,7 @@ class Executor:
     @property
     def _is_alone(self) -> bool:
         """Whether the scheduler would pick every next stage of the batch that was just taken."""
-        return self._scheduler.work_conserving and not self._running and not self._queues.rows.any()
+        return self._scheduler.work_conserving and not self._running and not self._queues.total
 
     def _note(self, stage: int, rows: int) -> None:
         """A batch of `stage` is with the device."""
@@ -161,12 +166,14 @@ class Executor:
 
     def _choose(self) -> int | None:
         queues, now_s = self._queues, self._loop.time()
-        runnable = self._policy.runnable(queues.rows, queues.oldest_s, now_s)
-        if not runnable.any():
-            self._look_again(self._policy.next_runnable_s(queues.rows, queues.oldest_s))
+        runnable, count, first, next_s = self._policy.look(queues.rows, queues.oldest_s, now_s)
+        if not count:
+            self._look_again(next_s)
             return None
-        if self._running and not self._may_run_ahead(runnable):
+        if self._running and count == 1 and not self._is_full(first):
             return None
+        if self._scheduler.work_conserving and self._is_all(first):
+            return first
         stage = self._scheduler.choose(
             QueueView(
                 queues.rows,
@@ -183,19 +190,23 @@ class Executor:
             raise ValueError(f"it chose stage {stage}, which is not runnable")
         return stage
 
-    def _may_run_ahead(self, runnable: NDArray[np.bool_]) -> bool:
-        """Whether a batch is chosen while another runs.
+    def _is_full(self, stage: int) -> bool:
+        """Whether a batch of the only runnable stage is chosen while another runs.
 
-        Not if only one stage is runnable, and not full: two groups of rows that take turns would
-        leave the scheduler no choice for ever, and so never meet to become one batch.
+        Not if it is not full: two groups of rows that take turns would leave the scheduler no
+        choice for ever, and so never meet to become one batch.
         """
-        if np.count_nonzero(runnable) > 1:
-            return True
-        stage = runnable.argmax()
         return bool(self._queues.rows[stage] >= self._policy.max_rows[stage])
+
+    def _is_all(self, stage: int) -> bool:
+        """Whether a batch of this runnable stage takes all that is queued: there is no choice."""
+        rows = self._queues.rows[stage]
+        return bool(rows == self._queues.total and rows <= self._policy.max_rows[stage])
 
     def _look_again(self, when_s: float | None) -> None:
         """Set the one timer; None for not at all."""
+        if self._timer is None and when_s is None:
+            return
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if when_s is None else self._loop.call_at(when_s, self.notify)

@@ -50,10 +50,21 @@ class Host(Protocol):
     def after_running(self, callback: Callable[[], None]) -> None:
         """Call back once the stages that now run on the device have ended."""
 
+    def soon(self, callback: Callable[[], None]) -> None:
+        """Call back in the loop's next turn, after the device was offered what is ready now."""
+
+    @property
+    def computing(self) -> bool:
+        """Whether a batch is with the device."""
+
 
 _FINISH = (None, "stop", "length")
 _TOKENS_PER_MESSAGE = 512  # with 20 logprobs each they stay below the least message limit
 _MOST_CHUNKS = 4  # of one request in the layers, so that a long prompt leaves slots to others
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass(slots=True, eq=False)
@@ -99,6 +110,8 @@ class Home:
         self._config, self._context, self._vocab = config, context, vocab
         self._chain, self._queues, self._prune = chain, queues, prune
         self._host = host
+        self._seen_arrival: object = None  # the oldest that was not copied when a stage last ended
+        self._asked = False  # whether `_settle_if_idle` is to come
         self._waiting: deque[Request] = deque()
         self._prefilling: deque[Request] = deque()
         self._by_id: dict[int, Request] = {}
@@ -223,15 +236,10 @@ class Home:
 
     def _enqueue(self, chunks: NDArray[np.int64]) -> None:
         """Chunks are ready for their stage."""
-        if not len(chunks):
-            return
-        now_s, stages = self._host.now_s(), self.chunks.stage[chunks]
-        while len(chunks):  # mostly once: chunks that become ready together are of one stage
-            stage = int(stages[0])
-            here = stages == stage
-            ready = chunks[here]
-            self._queues.put_chunks(stage, ready, self.chunks.rows[ready], now_s)
-            chunks, stages = chunks[~here], stages[~here]
+        if len(chunks):
+            now_s = self._host.now_s()
+            for stage, ready, rows, total in self.chunks.by_stage(chunks):
+                self._queues.put_chunks(stage, ready, rows, now_s, total)
 
     def leave_attention(
         self, step: AttentionStep, result: AttentionResult
@@ -242,11 +250,12 @@ class Home:
         meanwhile and, behind the last layer, those that something still needs.
         """
         rows = step.rows
-        needed = np.repeat(rows.alive(self.table), rows.counts)
-        if step.layer == self._chain.layers - 1 and self.prunes(rows):
-            needed &= self._end_prefill(rows)
         slots, chunks, counts = rows.slots, rows.chunks, rows.counts
-        if not needed.all():
+        pruned = step.layer == self._chain.layers - 1 and self.prunes(rows)
+        if pruned or not rows.all_alive(self.table):
+            needed = np.repeat(rows.alive(self.table), counts)
+            if pruned:
+                needed &= self._end_prefill(rows)
             keep = np.flatnonzero(needed)
             slots = slots[keep]
             hidden = result.hidden.index_select(0, torch.from_numpy(keep))
@@ -258,7 +267,7 @@ class Home:
 
     def prunes(self, rows: Rows) -> bool:
         """Whether some of these rows are not needed behind the last attention stage."""
-        return self._prune and len(rows.slots) > rows.batch.decode_rows
+        return self._prune and len(rows.slots) > rows.singles
 
     def leave_passage(self, rows: Rows, stage: int) -> None:
         """The rows of a passage wait for attention stage `stage` now, with no parts to come."""
@@ -293,13 +302,40 @@ class Home:
         self.table.release(self.chunks.slots[chunk])
         self._enqueue(self.chunks.close(np.array([chunk])))
 
-    def take_in(self, parcel: Parcel) -> None:
-        """Combine rows arrived."""
-        done = self.table.accept(
-            parcel.stage, parcel.slot, parcel.epoch, parcel.part, parcel.payload
-        )
+    def take_in(self, parcel: Parcel, release: Callable[[], None] = _nothing) -> None:
+        """Combine rows arrived. `release` is called once their memory is read no more."""
+        done = self.table.arrive(parcel, release)
         if len(done):
             self._enqueue(self.chunks.complete(self.table.chunk[done]))
+        if release is not _nothing:
+            self._see_to_arrivals()
+
+    def let_go(self) -> None:
+        """A stage has ended: release the memory of the rows that it has copied.
+
+        Rows that arrived before the last stage but one ended are copied now, by the loop: a sender
+        may wait for their memory, and no merge behind that is certain to come.
+        """
+        self.table.let_go()
+        oldest = self.table.oldest_arrival
+        if oldest is not None and oldest is self._seen_arrival:
+            self._settle()
+        self._seen_arrival = oldest
+        self._see_to_arrivals()
+
+    def _see_to_arrivals(self) -> None:
+        if self.table.oldest_arrival is not None and not self._asked:
+            self._asked = True
+            self._host.soon(self._settle_if_idle)
+
+    def _settle_if_idle(self) -> None:
+        self._asked = False
+        if not self._host.computing:
+            self._settle()
+
+    def _settle(self) -> None:
+        self.table.settle()
+        self.table.let_go()
 
     def leave_head(self, step: HeadStep, sampled: Sampled | None) -> None:
         """A head batch is done: send its tokens out, start the next step or end the request."""
@@ -418,6 +454,7 @@ class Home:
     def _free_memory(self, request: Request) -> None:
         """No running stage reads or writes the request's cache any more."""
         row = request.row
+        self._settle()
         self.pool.release(row, request.blocks)
         self.sampling.clear(row)
         self.table.release(self._decode_slot[[row]])

@@ -30,7 +30,7 @@ class LeaseState(IntEnum):
 _FILLING, _HELD, _QUARANTINED, _FREE = LeaseState
 
 
-class _Block:
+class Block:
     """Memory that is leased again and again."""
 
     __slots__ = ("generation", "id", "memory", "tensor", "view")
@@ -40,7 +40,7 @@ class _Block:
         self.generation = 0
         self.tensor = tensor  # uint8 [capacity]
         self.memory = tensor.numpy().data if tensor.is_cpu else memoryview(b"")  # host memory only
-        self.view = tensor  # as the rows of its last lease
+        self.view = tensor  # as rows of the dtype and width of its last lease, all that fit
 
 
 class Lease:
@@ -51,7 +51,7 @@ class Lease:
     def __init__(
         self,
         pool: LeasePool,
-        block: _Block,
+        block: Block,
         nbytes: int,
         on_free: Callable[[], None] | None = None,
     ) -> None:
@@ -71,10 +71,11 @@ class Lease:
         if not self.nbytes:
             return torch.empty((rows, hidden), dtype=dtype, device=block.tensor.device)
         view = block.view
-        if view.dtype is not dtype or view.shape != (rows, hidden):
+        if view.dtype is not dtype or view.shape[-1] != hidden or view.dim() != 2:
             # Kept for the next parcel: one like it is likely, and a view costs microseconds.
-            view = block.view = block.tensor.view(dtype).as_strided((rows, hidden), (hidden, 1))
-        return view
+            most = block.tensor.numel() // (hidden * dtype.itemsize)
+            view = block.view = block.tensor.view(dtype).as_strided((most, hidden), (hidden, 1))
+        return view.narrow(0, 0, rows)
 
     def arrived(self) -> None:
         """The payload is visible: filling -> held."""
@@ -119,7 +120,7 @@ class LeasePool:
     ) -> None:
         self._limit_bytes = idle_bytes
         self._allocate = allocate  # size in bytes -> uint8 [size]: pinned or registered memory
-        self._idle: dict[int, list[_Block]] = {}
+        self._idle: dict[int, list[Block]] = {}
         self._live: dict[int, Lease] = {}
         self._blocks = 0
         self.idle_bytes = 0
@@ -132,7 +133,7 @@ class LeasePool:
             block = idle.pop()  # the most recent, which is the likeliest to be in the cache
             self.idle_bytes -= size
         else:
-            block = self._new_block(self._allocate(size))
+            block = self.block(self._allocate(size))
         return self._lease(Lease(self, block, nbytes))
 
     def adopt(self, memory: torch.Tensor, on_free: Callable[[], None]) -> Lease:
@@ -140,7 +141,16 @@ class LeasePool:
 
         `on_free` is called when the lease has become free; the memory is never reused here.
         """
-        return self._lease(Lease(self, self._new_block(memory), memory.numel(), on_free))
+        return self.lend(self.block(memory), memory.numel(), on_free)
+
+    def block(self, memory: torch.Tensor) -> Block:
+        """Make memory that is not the pool's known to it, so that it can be lent often."""
+        self._blocks += 1
+        return Block(self._blocks, memory)
+
+    def lend(self, block: Block, nbytes: int, on_free: Callable[[], None]) -> Lease:
+        """Lease the first `nbytes` of such memory, which nobody else leases now; as `adopt`."""
+        return self._lease(Lease(self, block, nbytes, on_free))
 
     def find(self, lease_id: int, generation: int) -> Lease:
         """The lease that a peer names. Raises `ProtocolError` if it is not there or stale."""
@@ -172,10 +182,6 @@ class LeasePool:
         """Leases that are not free. 0 once everything has come to its end."""
         return len(self._live)
 
-    def _new_block(self, memory: torch.Tensor) -> _Block:
-        self._blocks += 1
-        return _Block(self._blocks, memory)
-
     def _lease(self, lease: Lease) -> Lease:
         self._live[lease.id] = lease
         return lease
@@ -183,7 +189,7 @@ class LeasePool:
     def _count(self, state: LeaseState) -> int:
         return sum(lease.state is state for lease in self._live.values())
 
-    def _reclaim(self, block: _Block, reuse: bool) -> None:
+    def _reclaim(self, block: Block, reuse: bool) -> None:
         """A lease has ended: whoever names it from now on is stale."""
         del self._live[block.id]
         block.generation += 1

@@ -3,25 +3,29 @@
 Outgoing frames are lists of buffers that go out through `sendmsg` without being joined; a frame is
 *sent* when the kernel has taken its last byte. Incoming bytes are scattered by `recvmsg_into`
 straight to where the handler wants them, together with the next prelude, so that a steady stream
-costs one system call a frame and no copy. Work per wake-up is bounded, so that a busy peer does not
-starve the others of the loop. Heartbeats keep an idle link alive; a silent one is lost.
+costs one system call a frame, one more a wake-up, and no copy. Work per wake-up is bounded, so that
+a busy peer does not starve the others of the loop. Heartbeats keep an idle link alive; a silent one
+is lost.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import islice
 from typing import Protocol
 
+from asyncmoe import native
 from asyncmoe.errors import PeerLost, ProtocolError
+from asyncmoe.packed import Buffer
 from asyncmoe.transport import Limits
 from asyncmoe.wire import (
     PRELUDE_BYTES,
-    Buffer,
     FrameKind,
     Prelude,
     decode_prelude,
@@ -47,6 +51,9 @@ class LinkHandler(Protocol):
     def on_filled(self) -> None:
         """That memory is filled. Raises `ProtocolError` as `on_frame`."""
 
+    def on_notice(self) -> None:
+        """A notice: something has changed that both sides see. Raises `ProtocolError` likewise."""
+
     def on_lost(self, error: PeerLost) -> None:
         """The link is gone, not by this side's wish; called once, from the loop itself."""
 
@@ -60,6 +67,7 @@ class Link:
         self.peer = peer
         self.error: PeerLost | None = None  # why nothing can be sent any more
         self._sock, self._rank, self._limits = sock, rank, limits
+        self._send, self._receive = _calls(sock)
         self._loop = asyncio.get_running_loop()
         self._handler: LinkHandler | None = None
         self._timeout_s = peer_timeout_s
@@ -75,6 +83,7 @@ class Link:
         self._wanted: list[memoryview] = [self._head]  # where incoming bytes go, in order
         self._left = PRELUDE_BYTES  # bytes up to the end of the next prelude
         self._filling = False  # whether the handler's memory stands before that prelude
+        self._again: asyncio.Handle | None = None  # reads on in the loop's next turn
         self._ended: asyncio.Future[None] | None = None  # set by `close`: resolved at the end
         sock.setblocking(False)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
@@ -132,8 +141,8 @@ class Link:
             self.error = PeerLost(self.peer, reason)
         self._disconnect()
 
-    def _lose(self, reason: str) -> None:
-        """The peer, or the way to it, is gone: disconnect and report it."""
+    def lose(self, reason: str) -> None:
+        """The peer, or the way to it, is gone: disconnect and report it. Idempotent."""
         if self.error is not None:
             return
         self.error = PeerLost(self.peer, reason)
@@ -149,6 +158,7 @@ class Link:
         self._loop.remove_reader(self._sock)
         self._loop.remove_writer(self._sock)
         self._sock.close()
+        self._send = self._receive = _closed  # the descriptor may soon be somebody else's
         self._queue.clear()
         self._marks.clear()
         self._wanted.clear()
@@ -162,7 +172,7 @@ class Link:
         if self._handler is not None:
             self._silent_ticks += 1
             if self._silent_ticks >= _TICKS_PER_TIMEOUT:
-                self._lose(f"silent for {self._timeout_s:g} s")
+                self.lose(f"silent for {self._timeout_s:g} s")
                 return
         if not self._wrote and not self._queue:
             self._enqueue([encode_signal(FrameKind.HEARTBEAT, self._rank)], None)
@@ -190,12 +200,12 @@ class Link:
         queue = self._queue
         for _ in range(most):
             try:
-                taken = self._sock.sendmsg(islice(queue, _BUFFERS_PER_WRITE))
-            except (BlockingIOError, InterruptedError):
-                return False
+                taken = self._send(queue)
             except OSError as error:
                 self._fault(error)
                 return True
+            if taken < 0:
+                return False
             self._wrote = True
             self._sent += taken
             while taken and taken >= len(queue[0]):
@@ -216,41 +226,52 @@ class Link:
 
     def _fault(self, error: OSError) -> None:
         if self._ended is None:
-            self._lose(error.strerror or repr(error))
+            self.lose(error.strerror or repr(error))
         else:
             self._disconnect()
 
     # -- receiving -------------------------------------------------------------------------------
 
     def _on_readable(self) -> None:
+        # Up to the call that says that there is no more, or it is over: of a connection that was
+        # reset, uvloop tells once and never again, also while there are bytes before the reset.
         budget = _READ_BYTES_PER_WAKE
         for _ in range(_READS_PER_WAKE):
-            left = self._left
             try:
-                got = self._sock.recvmsg_into(self._wanted)[0]
-            except (BlockingIOError, InterruptedError):
-                return
+                got = self._receive(self._wanted)
             except OSError as error:
                 self._fault(error)
                 return
+            if got < 0:
+                return
             if not got:
-                self._lose("the connection ended without a goodbye")
+                self.lose("the connection ended without a goodbye")
                 return
             self._silent_ticks = 0
             try:
                 self._take(got)
             except ProtocolError as error:
-                self._lose(f"malformed frame: {error}")
+                self.lose(f"malformed frame: {error}")
                 return
             budget -= got
-            # Less than asked for means that the kernel has no more: spare the call that says so.
-            if self.error is not None or got < left or budget <= 0:
+            if self.error is not None:
                 return
+            if budget <= 0:
+                break
+        if self._again is None:
+            self._again = self._loop.call_soon(self._read_on)
+
+    def _read_on(self) -> None:
+        """Let others have their turn of the loop, then go on."""
+        self._again = None
+        if self.error is None:
+            self._on_readable()
 
     def _take(self, got: int) -> None:
         """Account for `got` bytes at the front of `_wanted`."""
-        _advance(self._wanted, got)
         self._left -= got
+        if self._left:
+            _advance(self._wanted, got)
         if self._filling and self._left <= PRELUDE_BYTES:
             self._filling = False
             self._filled()
@@ -263,7 +284,9 @@ class Link:
         self._wanted, self._left = [self._head], PRELUDE_BYTES
         prelude = decode_prelude(self._head, self._limits)
         if prelude.kind == FrameKind.GOODBYE:
-            self._lose("it closed its transport")
+            self.lose("it closed its transport")
+        elif prelude.kind == FrameKind.NOTICE:
+            self._handler.on_notice()
         elif prelude.kind != FrameKind.HEARTBEAT:
             body = [view for view in self._handler.on_frame(prelude) if view]
             self._left = sum(map(len, body)) + PRELUDE_BYTES
@@ -286,6 +309,34 @@ class Link:
             got = b""
         if not got:
             self._disconnect()
+
+
+def _calls(
+    sock: socket.socket,
+) -> tuple[Callable[[Iterable[Buffer]], int], Callable[[Iterable[memoryview]], int]]:
+    """How the socket is written from some buffers, and read into some.
+
+    Both return a number of bytes, -1 if they would have to wait, and raise `OSError`.
+    """
+    if native.columns is not None:
+        fd = sock.fileno()
+        return partial(native.columns.send, fd), partial(native.columns.receive, fd)
+
+    def send(buffers: Iterable[Buffer]) -> int:
+        with contextlib.suppress(BlockingIOError, InterruptedError):
+            return sock.sendmsg(islice(buffers, _BUFFERS_PER_WRITE))
+        return -1
+
+    def receive(buffers: Iterable[memoryview]) -> int:
+        with contextlib.suppress(BlockingIOError, InterruptedError):
+            return sock.recvmsg_into(buffers)[0]
+        return -1
+
+    return send, receive
+
+
+def _closed(buffers: object) -> int:
+    raise OSError(errno.EBADF, "the connection is closed")
 
 
 def _advance(views: list[memoryview], count: int) -> None:

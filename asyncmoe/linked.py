@@ -8,14 +8,16 @@ when a payload is visible, and when a transfer that was given up is quiet.
 from __future__ import annotations
 
 import asyncio
+import socket
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from asyncmoe.errors import PeerLost, ProtocolError, UnknownName
 from asyncmoe.lease import Lease, LeasePool
 from asyncmoe.link import Link
-from asyncmoe.mesh import connect_all
+from asyncmoe.mesh import Meeting, connect_all
+from asyncmoe.reach import Reach, TcpReach
 from asyncmoe.transport import Arrival, Parcel, Posted, Receiver, Transport, TransportContext
 from asyncmoe.twophase import Inbound, Outbound, Transfer
 from asyncmoe.wire import FrameKind, Prelude
@@ -32,7 +34,7 @@ class Peer:
         self.link = link
         self.outbound = Outbound(context.rank, generation, context.limits)
         self.inbound = Inbound(
-            link.peer, generation, context.limits, transport.leases, self._deliver
+            link.peer, generation, context.limits, transport.leases, self._deliver, self._place
         )
         self._transport, self._receiver = transport, receiver
         self._transfer: Transfer | None = None  # the frame that the link fills: a parcel
@@ -40,6 +42,9 @@ class Peer:
 
     def on_frame(self, prelude: Prelude) -> Sequence[memoryview]:
         """See `LinkHandler`."""
+        if prelude.kind == FrameKind.TAKEN:
+            self.on_taken(prelude)
+            return ()
         if prelude.kind != FrameKind.PARCEL:
             self.inbound.message(prelude)
             self._message = bytearray(prelude.payload_bytes)
@@ -56,6 +61,19 @@ class Peer:
         elif transfer is not None:
             self._transport._filled(self, transfer)
 
+    def on_notice(self) -> None:
+        """See `LinkHandler`. For peers of transports that send notices."""
+        raise ProtocolError("a notice, which this transport does not send")
+
+    def on_taken(self, prelude: Prelude) -> None:
+        """The peer has `prelude.rows` more parcels of `prelude.parcel_class` whole. For peers of
+        transports that count them."""
+        raise ProtocolError("a frame of kind taken, which this transport does not send")
+
+    def _place(self, prelude: Prelude) -> Lease | None:
+        """See `Inbound`. For peers of transports whose senders choose the place."""
+        return None
+
     def on_lost(self, error: PeerLost) -> None:
         """See `LinkHandler`."""
         self.give_up(error)
@@ -65,6 +83,10 @@ class Peer:
         """End everything that is under way with this peer, whose link is gone."""
         self._transfer = self._message = None
         self._transport._quarantined(self, self.inbound.abandon())
+        self._fail_sources(error)
+
+    def _fail_sources(self, error: PeerLost) -> None:
+        """Fail what is on its way to the peer: at once, as nothing but the link reads sources."""
         self.outbound.fail(error)
 
     def _deliver(self, arrival: Arrival) -> None:
@@ -101,18 +123,26 @@ class LinkedTransport(Transport):
 
     async def start(self, receiver: Receiver) -> None:
         """See `Transport`."""
-        if self.context.world == 1:
+        await self.connect(receiver)
+        self.open()
+
+    async def connect(self, receiver: Receiver) -> None:
+        """The first half of `start`: every pair is up and can be posted to. Raises as `start`."""
+        if not self.context.others:
             return
 
-        def connected(link: Link, generation: int) -> None:
-            self._peers[link.peer] = Peer(self, link, generation, receiver)
+        def connected(link: Link, generation: int, met: Any) -> None:
+            self._peers[link.peer] = self._make_peer(link, generation, receiver, met)
 
-        host = self.context.options.get("advertise_host")
         try:
-            await connect_all(self.context, self.name, connected, host)
+            meeting = Meeting(self.name, self._reach(), self._meet, connected)
+            await connect_all(self.context, meeting)
         except BaseException:
             self.abort()
             raise
+
+    def open(self) -> None:
+        """The second half: what has arrived since, and from now on, is handed over."""
         for peer in self._peers.values():
             peer.link.open(peer)
 
@@ -132,6 +162,10 @@ class LinkedTransport(Transport):
         finally:
             self._end("this rank closed its transport")
 
+    def cut(self, peer: int, reason: str) -> None:
+        """See `Transport`."""
+        self._peers[peer].link.lose(reason)
+
     def abort(self) -> None:
         """Disconnect from all peers at once, as a crash would."""
         self._end("this rank aborted its transport")
@@ -140,6 +174,21 @@ class LinkedTransport(Transport):
         for peer in self._peers.values():
             peer.link.drop(reason)
             peer.give_up(PeerLost(peer.rank, reason))
+
+    def _reach(self) -> Reach:
+        """How ranks reach each other."""
+        return TcpReach(self.context.bind_host, self.context.options.get("advertise_host"))
+
+    async def _meet(self, sock: socket.socket, peer: int) -> Any:
+        """What the two sides tell each other before the link takes the socket over.
+
+        Raises `ProtocolError`, `OSError`: then the two are not connected.
+        """
+        return None
+
+    def _make_peer(self, link: Link, generation: int, receiver: Receiver, met: Any) -> Peer:
+        """The state of one connection; `met` is what `_meet` returned."""
+        return Peer(self, link, generation, receiver)
 
     @abstractmethod
     def _transmit(self, peer: Peer, parcel: Parcel) -> Posted:

@@ -1,6 +1,6 @@
 """Authenticated links from one rank to all others: how transports with a control channel start.
 
-Every rank binds a port, publishes it, and then all pairs connect at the same time: a rank dials the
+Every rank listens, publishes where, and then all pairs connect at the same time: a rank dials the
 lower ranks and admits the higher ones. Strangers cost a small, bounded record each and are dropped.
 """
 
@@ -10,11 +10,14 @@ import asyncio
 import errno
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 from asyncmoe import handshake
-from asyncmoe.errors import ConfigError, ProtocolError, RankFailed
+from asyncmoe.errors import ProtocolError, RankFailed
 from asyncmoe.link import Link
+from asyncmoe.reach import Reach
 from asyncmoe.transport import TransportContext
 
 _LOG = logging.getLogger(__name__)
@@ -22,37 +25,46 @@ _HANDSHAKE_TIMEOUT_S = 10.0
 _SPARE_HANDSHAKES = 64  # beyond one per rank; with more at once the oldest is dropped
 _PAUSE_S = 0.05  # for which nobody is admitted when this process or machine is out of descriptors
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_WILDCARDS = ("", "0.0.0.0", "::")
 
-Connected = Callable[[Link, int], None]  # (link, generation of the connection)
+Connected = Callable[
+    [Link, int, Any], None
+]  # (link, generation of the connection, what `meet` gave)
+Meet = Callable[[socket.socket, int], Awaitable[Any]]  # (socket, peer) -> what it gave us
 
 
-async def connect_all(
-    context: TransportContext, name: str, on_connected: Connected, advertise_host: str | None = None
-) -> None:
-    """Connect to all other ranks, which find this one under `name`/rank in the directory.
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """How the ranks of one transport come together."""
 
-    `on_connected` is called once for each, as it comes up. Raises `TimeoutError` naming the ranks
-    that are missing after `start_timeout_s`, `RankFailed`; links that are up are the caller's.
+    name: str  # ranks are published under `name`/rank
+    reach: Reach
+    meet: Meet  # what the two sides do on the socket between the handshake and the link
+    on_connected: Connected  # called once for each peer, as it comes up
+
+
+async def connect_all(context: TransportContext, meeting: Meeting) -> None:
+    """Connect to all other ranks.
+
+    Raises `TimeoutError` naming the ranks that are missing after `start_timeout_s`, `RankFailed`;
+    links that are up are the caller's.
     """
-    missing = set(range(context.world)) - {context.rank}
+    missing = set(context.others)
 
-    def connected(link: Link, generation: int) -> None:
+    def connected(link: Link, generation: int, met: Any) -> None:
         missing.discard(link.peer)
-        on_connected(link, generation)
+        meeting.on_connected(link, generation, met)
 
-    listener = await _listen(context.bind_host)
+    mine = replace(meeting, on_connected=connected)
+    listener = await meeting.reach.listen()
     try:
-        host = advertise_host or context.bind_host
-        if host in _WILDCARDS:
-            host = socket.gethostname()
-        context.directory.publish(f"{name}/{context.rank}", f"{host}:{listener.getsockname()[1]}")
+        context.directory.publish(f"{meeting.name}/{context.rank}", meeting.reach.address(listener))
         async with asyncio.timeout(context.start_timeout_s), asyncio.TaskGroup() as group:
-            group.create_task(_admit_higher(context, name, listener, connected))
-            for peer in range(context.rank):
-                group.create_task(_dial(context, name, peer, connected))
+            group.create_task(_admit_higher(context, mine, listener))
+            for peer in context.others:
+                if peer < context.rank:
+                    group.create_task(_dial(context, mine, peer))
     except (TimeoutError, BaseExceptionGroup) as error:
-        first = _first(error)
+        first = first_of(error)
         if not isinstance(first, TimeoutError):
             raise first from None
         raise TimeoutError(
@@ -63,72 +75,44 @@ async def connect_all(
         listener.close()
 
 
-def _first(error: BaseException) -> BaseException:
+def first_of(error: BaseException) -> BaseException:
     """What went wrong first, out of the groups that task groups make."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
-async def _listen(host: str) -> socket.socket:
-    """A listening socket on a free port of `host`. Raises `ConfigError` naming the host."""
-    loop = asyncio.get_running_loop()
-    try:
-        family, kind, proto, _, address = (
-            await loop.getaddrinfo(
-                host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )
-        )[0]
-        listener = socket.socket(family, kind, proto)
-        try:
-            listener.setblocking(False)
-            listener.bind(address)
-            listener.listen(socket.SOMAXCONN)
-        except OSError:
-            listener.close()
-            raise
-    except OSError as error:
-        raise ConfigError(f"cluster.bind_host {host!r} cannot be bound: {error}") from error
-    return listener
-
-
-async def _dial(context: TransportContext, name: str, peer: int, connected: Connected) -> None:
-    address = await context.directory.lookup(f"{name}/{peer}", context.start_timeout_s)
-    host, _, port = address.rpartition(":")
-    loop = asyncio.get_running_loop()
+async def _dial(context: TransportContext, meeting: Meeting, peer: int) -> None:
+    address = await context.directory.lookup(f"{meeting.name}/{peer}", context.start_timeout_s)
     sock: socket.socket | None = None
     try:
-        family, kind, proto, _, where = (
-            await loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-        )[0]
-        sock = socket.socket(family, kind, proto)
-        sock.setblocking(False)
-        await loop.sock_connect(sock, where)
+        sock = await meeting.reach.dial(address)
         generation = await handshake.dial(sock, context.rank, peer, context.world, context.token)
+        met = await meeting.meet(sock, peer)
     except BaseException as error:
         if sock is not None:
             sock.close()
         if isinstance(error, OSError | ProtocolError):
             raise RankFailed(peer, f"no connection to {address}: {error}") from error
         raise
-    connected(_link(context, sock, peer), generation)
+    meeting.on_connected(_link(context, sock, peer), generation, met)
 
 
 async def _hear_of_failure(context: TransportContext, name: str) -> None:
     """Raise `RankFailed` if a rank fails before it dials, as any lookup does."""
-    for peer in range(context.rank + 1, context.world):  # one by one, to ask no more than needed
+    for peer in _higher(context):  # one by one, to ask no more than needed
         await context.directory.lookup(f"{name}/{peer}", context.start_timeout_s)
 
 
 async def _admit_higher(
-    context: TransportContext, name: str, listener: socket.socket, connected: Connected
+    context: TransportContext, meeting: Meeting, listener: socket.socket
 ) -> None:
     """Admit ranks until all higher ones are here; whoever else dials is dropped.
 
     Strangers who say nothing hold a bounded number of descriptors, and never end the start-up.
     """
     loop = asyncio.get_running_loop()
-    waiting = set(range(context.rank + 1, context.world))
+    waiting = set(_higher(context))
     complete = asyncio.Event()
     handshakes: dict[asyncio.Task[None], None] = {}  # the oldest first
 
@@ -138,6 +122,7 @@ async def _admit_higher(
                 peer, generation = await handshake.admit(
                     sock, context.rank, context.world, context.token
                 )
+                met = await meeting.meet(sock, peer)
             if peer not in waiting:
                 raise ProtocolError(f"rank {peer} is connected already")
         except BaseException as error:
@@ -146,7 +131,7 @@ async def _admit_higher(
                 raise
             _LOG.warning("rank %d dropped a connection: %s", context.rank, error)
             return
-        connected(_link(context, sock, peer), generation)
+        meeting.on_connected(_link(context, sock, peer), generation, met)
         waiting.discard(peer)
         if not waiting:
             complete.set()
@@ -178,10 +163,15 @@ async def _admit_higher(
         return
     async with asyncio.TaskGroup() as group:
         accepting = group.create_task(accept(group))
-        hearing = group.create_task(_hear_of_failure(context, name))
+        hearing = group.create_task(_hear_of_failure(context, meeting.name))
         await complete.wait()
         for task in (accepting, hearing, *handshakes):
             task.cancel()
+
+
+def _higher(context: TransportContext) -> list[int]:
+    """The ranks that dial this one."""
+    return [peer for peer in context.others if peer > context.rank]
 
 
 def _link(context: TransportContext, sock: socket.socket, peer: int) -> Link:

@@ -24,6 +24,7 @@ class ChunkSegment:
 
     chunks: NDArray[np.int64]
     rows: NDArray[np.int64]  # rows of each chunk
+    total: int  # rows together
     joined_s: float
     joined_decision: int
 
@@ -42,11 +43,18 @@ class ChunkQueue:
         return head.joined_s, head.joined_decision
 
     def put(
-        self, chunks: NDArray[np.int64], rows: NDArray[np.int64], now_s: float, decision: int
+        self,
+        chunks: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        now_s: float,
+        decision: int,
+        total: int | None = None,
     ) -> None:
-        """Append chunks."""
-        self._segments.append(ChunkSegment(chunks, rows, now_s, decision))
-        self.rows += int(rows.sum())
+        """Append chunks of `rows` rows each; `total`: together, where that is known."""
+        if total is None:
+            total = int(rows.sum())
+        self._segments.append(ChunkSegment(chunks, rows, total, now_s, decision))
+        self.rows += total
 
     def take(self, max_rows: int) -> NDArray[np.int64]:
         """Remove and return chunks of up to `max_rows` rows together; at least one chunk."""
@@ -54,18 +62,23 @@ class ChunkQueue:
         room = max_rows
         while self._segments:
             head = self._segments[0]
+            if head.total <= room:
+                taken.append(self._segments.popleft().chunks)
+                room -= head.total
+                self.rows -= head.total
+                continue
             upto = int(np.searchsorted(np.cumsum(head.rows), room, side="right"))
             if upto == 0 and taken:
                 break
             upto = max(upto, 1)
             taken.append(head.chunks[:upto])
             used = int(head.rows[:upto].sum())
-            room -= used
             self.rows -= used
-            if upto < len(head.chunks):
-                head.chunks, head.rows = head.chunks[upto:], head.rows[upto:]
-                break
-            self._segments.popleft()
+            head.chunks, head.rows = head.chunks[upto:], head.rows[upto:]
+            head.total -= used
+            if not len(head.chunks):
+                self._segments.popleft()
+            break
         return taken[0] if len(taken) == 1 else np.concatenate(taken)
 
     def remove(self, chunks: NDArray[np.int64]) -> None:
@@ -73,9 +86,11 @@ class ChunkQueue:
         kept: deque[ChunkSegment] = deque()
         for segment in self._segments:
             keep = ~np.isin(segment.chunks, chunks)
-            self.rows -= int(segment.rows[~keep].sum())
+            gone = int(segment.rows[~keep].sum())
+            self.rows -= gone
             if keep.any():
                 segment.chunks, segment.rows = segment.chunks[keep], segment.rows[keep]
+                segment.total -= gone
                 kept.append(segment)
         self._segments = kept
 
@@ -130,13 +145,15 @@ class RowQueue:
         room = max_rows
         while self._segments and room > 0:
             head = self._segments[0]
-            if head.parcel.rows <= room:
+            rows = head.parcel.rows
+            if rows <= room:
                 taken.append(self._segments.popleft())
-            else:
-                piece = RowSegment(head.source, head.parcel.piece(0, room), head.hold, *self.oldest)
-                head.parcel = head.parcel.piece(room, head.parcel.rows)
-                taken.append(piece)
-            room -= taken[-1].parcel.rows
+                room -= rows
+                continue
+            piece = RowSegment(head.source, head.parcel.piece(0, room), head.hold, *self.oldest)
+            head.parcel = head.parcel.piece(room, rows)
+            taken.append(piece)
+            room = 0
         self.rows -= max_rows - room
         return taken
 
@@ -173,6 +190,7 @@ class Queues:
     def __init__(self, chain: StageChain) -> None:
         self.chain = chain
         self.rows = np.zeros(len(chain), np.int64)
+        self.total = 0  # rows of all stages
         self.oldest_s = np.zeros(len(chain), np.float64)
         self.oldest_decision = np.zeros(len(chain), np.int64)
         self.decision = 0  # batches executed so far
@@ -182,12 +200,20 @@ class Queues:
         ]
 
     def put_chunks(
-        self, stage: int, chunks: NDArray[np.int64], rows: NDArray[np.int64], now_s: float
+        self,
+        stage: int,
+        chunks: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        now_s: float,
+        total: int | None = None,
     ) -> None:
-        """Chunks became ready for an attention or head stage."""
+        """Chunks of `rows` rows each became ready for an attention or head stage.
+
+        `total`: their rows together, where that is known.
+        """
         queue = self._queues[stage]
         assert isinstance(queue, ChunkQueue)
-        queue.put(chunks, rows, now_s, self.decision)
+        queue.put(chunks, rows, now_s, self.decision, total)
         self._note(stage, queue)
 
     def put_parcel(self, source: int, parcel: Parcel, hold: Hold, now_s: float) -> None:
@@ -230,6 +256,8 @@ class Queues:
         return dropped
 
     def _note(self, stage: int, queue: ChunkQueue | RowQueue) -> None:
-        self.rows[stage] = queue.rows
-        if queue.rows:
+        rows = queue.rows
+        self.total += rows - int(self.rows[stage])
+        self.rows[stage] = rows
+        if rows:
             self.oldest_s[stage], self.oldest_decision[stage] = queue.oldest

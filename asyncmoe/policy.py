@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncmoe import native
 from asyncmoe.config import BatchConfig
 from asyncmoe.stage import Kind, StageChain
 
@@ -21,7 +22,9 @@ class BatchPolicy:
     linger_s: NDArray[np.float64]  # [stages]: longest such wait of a row
 
     def __init__(self, config: BatchConfig, chain: StageChain) -> None:
-        limits = [_limits(config, chain.kind(stage)) for stage in range(len(chain))]
+        self._kinds = [chain.kind(stage) for stage in range(len(chain))]
+        self._limits = {kind: _limits(config, kind) for kind in Kind}
+        limits = [self._limits[kind] for kind in self._kinds]
         self.min_rows = np.array([least for least, _, _ in limits], np.int64)
         self.max_rows = np.array([most for _, most, _ in limits], np.int64)
         self.linger_s = np.array([linger_ms for _, _, linger_ms in limits], np.float64) / 1000
@@ -29,8 +32,32 @@ class BatchPolicy:
 
     def reach(self, stage: int, rows: int) -> int:
         """The last stage from `stage` on up to which `rows` rows are always one batch, at once."""
-        whole = (self.min_rows[stage:] <= rows) & (rows <= self.max_rows[stage:])
-        return stage + (len(whole) if whole.all() else int(whole.argmin())) - 1
+        kinds, head = self._kinds, len(self._kinds) - 1
+        for reached in (stage, stage + 1):  # attention and expert stages take turns
+            if reached < head and not self._fits(kinds[reached], rows):
+                return reached - 1
+        return head if self._fits(kinds[head], rows) else head - 1
+
+    def _fits(self, kind: Kind, rows: int) -> bool:
+        least, most, _ = self._limits[kind]
+        return least <= rows <= most
+
+    def look(
+        self, rows: NDArray[np.int64], oldest_s: NDArray[np.float64], now_s: float
+    ) -> tuple[NDArray[np.bool_], int, int, float | None]:
+        """`runnable`, how many stages may run, the first of them, and `next_runnable_s`.
+
+        The first is -1 and the time None where there is none.
+        """
+        if native.columns is not None:
+            seen: tuple[NDArray[np.bool_], int, int, float | None] = native.columns.look(
+                rows, oldest_s, self.min_rows, self.linger_s, now_s
+            )
+            return seen
+        runnable = self.runnable(rows, oldest_s, now_s)
+        count = int(np.count_nonzero(runnable))
+        first = int(runnable.argmax()) if count else -1
+        return runnable, count, first, self.next_runnable_s(rows, oldest_s)
 
     def runnable(
         self, rows: NDArray[np.int64], oldest_s: NDArray[np.float64], now_s: float

@@ -10,10 +10,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncmoe import native
 from asyncmoe.dispatcher import Dispatcher
 from asyncmoe.errors import ProtocolError
 from asyncmoe.home import Home
 from asyncmoe.microqueue import Hold, Queues
+from asyncmoe.packed import pack
 from asyncmoe.stage import Kind, StageChain
 from asyncmoe.stats import RankTimes
 from asyncmoe.transport import Arrival, Parcel, ParcelClass
@@ -42,6 +44,7 @@ class Receptor:
         `dtype`: the model's, which payloads must have. `window_rows`: credits of each home.
         """
         self._rank, self._chain, self._local, self._dtype = rank, chain, local, dtype
+        self._expert_stages = {s for s in range(len(chain)) if chain.kind(s) is Kind.EXPERT}
         self._queues, self._dispatcher, self._home = queues, dispatcher, home
         self._notify, self._now_s, self._times = notify, now_s, times
         self._window_rows = window_rows
@@ -51,12 +54,11 @@ class Receptor:
         """A parcel of another rank. Raises `ProtocolError` if it makes no sense here."""
         begin_s = time.thread_time()
         parcel = arrival.parcel
-        if not 0 <= parcel.stage < len(self._chain) or (
-            self._chain.kind(parcel.stage) is not Kind.EXPERT
-        ):
+        if parcel.stage not in self._expert_stages:
             raise ProtocolError(f"parcel for stage {parcel.stage}, which is no expert stage")
         if parcel.payload.dtype is not self._dtype:
             raise ProtocolError(f"payload of {parcel.payload.dtype}; the model has {self._dtype}")
+        self._notify()  # before the home asks to be called behind the choice that follows
         if parcel.kind is ParcelClass.DISPATCH:
             self._check_experts(parcel)
             self._hold(arrival.source, parcel.rows)
@@ -65,7 +67,6 @@ class Receptor:
             self._take_combine(arrival)
         self._times.received_parcels += 1
         self._times.receive_s += time.thread_time() - begin_s
-        self._notify()
 
     def left(self, source: int, rows: int) -> None:
         """`rows` dispatch rows of `source` are not held here any more."""
@@ -77,11 +78,11 @@ class Receptor:
         self._put(self._rank, parcel, _nothing)
 
     def _put(self, source: int, parcel: Parcel, release: Callable[[], None]) -> None:
-        if parcel.rows == 0:
+        rows = parcel.rows
+        if rows == 0:
             release()
             return
-        hold = Hold(parcel.rows, release)
-        self._queues.put_parcel(source, parcel, hold, self._now_s())
+        self._queues.put_parcel(source, parcel, Hold(rows, release), self._now_s())
 
     def _hold(self, source: int, rows: int) -> None:
         held = self._held_rows[source] + rows
@@ -91,6 +92,12 @@ class Receptor:
 
     def _check_experts(self, parcel: Parcel) -> None:
         layer = self._chain.layer(parcel.stage)
+        if native.columns is not None:
+            packed = pack(parcel)
+            if native.columns.all_local(
+                packed.block, packed.count, packed.pairs, self._local[layer]
+            ):
+                return
         if parcel.rows and int(parcel.fanout.min()) < 1:
             raise ProtocolError("dispatch row without an expert")
         if len(parcel.expert) and int(parcel.expert.max()) >= self._local.shape[1]:
@@ -103,9 +110,9 @@ class Receptor:
         parcel = arrival.parcel
         if self._home is None:
             raise ProtocolError(f"combine rows for rank {self._rank}, which is home of nothing")
-        self._home.take_in(parcel)
+        # Credits first: a parcel with wrong ones is refused as a whole, and its lease taken back.
         self._dispatcher.credit(arrival.source, parcel.credits)
-        arrival.release()  # the rows have been copied into the token table
+        self._home.take_in(parcel, arrival.release)
 
 
 def _nothing() -> None:

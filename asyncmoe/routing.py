@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+
+from asyncmoe import native
+from asyncmoe.packed import PackedParcel, pack
+from asyncmoe.stage import StageChain
+from asyncmoe.transport import Parcel, ParcelClass
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +70,71 @@ def route(
             )
         )
     return np.full(rows, top_k, np.int64) if per_expert else parts, routes
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """Where the rows of an attention batch go."""
+
+    parts: NDArray[np.int64]  # [rows] parts of each that will come back
+    parcels: list[tuple[int, PackedParcel]]  # to which rank, ascending
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Router:
+    """Makes dispatch parcels of what the model's router chose. Works on any thread."""
+
+    chain: StageChain
+    owner: NDArray[np.uint16]  # [MoE layers, experts] rank of each expert
+    world: int
+    per_expert: bool
+
+    def __call__(
+        self,
+        layer: int,
+        slots: NDArray[np.int64],
+        epochs: NDArray[np.uint32],
+        hidden: torch.Tensor,
+        experts: NDArray[np.int64],
+        weights: NDArray[np.float32],
+    ) -> Routed:
+        """Route the rows of `slots`, of these `epochs`; `hidden` is [rows, hidden]."""
+        owner, stage = self.owner[layer], self.chain.expert(layer)
+        if native.columns is None:
+            parts, routes = route(experts, weights, owner, self.world, self.per_expert)
+            return Routed(
+                parts, [(r.rank, _parcel(stage, slots, epochs, hidden, r)) for r in routes]
+            )
+        parts, packets = native.columns.route(
+            experts, weights, owner, self.world, self.per_expert, slots, epochs
+        )
+        parcels = []
+        for rank, rows, pairs, block, index in packets:
+            payload = hidden if index is None else hidden.index_select(0, torch.from_numpy(index))
+            parcel = PackedParcel(ParcelClass.DISPATCH, stage, rows, pairs, block, payload)
+            parcels.append((rank, parcel))
+        return Routed(parts, parcels)
+
+
+def _parcel(
+    stage: int,
+    slots: NDArray[np.int64],
+    epochs: NDArray[np.uint32],
+    hidden: torch.Tensor,
+    to: Route,
+) -> PackedParcel:
+    """The plain twin of what `Router` does with a packet."""
+    all_rows = len(to.rows) == len(slots)
+    return pack(
+        Parcel(
+            ParcelClass.DISPATCH,
+            stage,
+            slots[to.rows].astype(np.uint32),
+            epochs[to.rows],
+            to.part,
+            hidden if all_rows else hidden.index_select(0, torch.from_numpy(to.rows)),
+            to.fanout,
+            to.expert,
+            to.weight,
+        )
+    )

@@ -74,7 +74,8 @@ class RankStages:
         rows = gather_rows(home, self._queues.take_chunks(stage, max_rows))
         if kind is Kind.ATTENTION:
             tokens = home.table.token[rows.slots] if layer == 0 else rows.slots[:0]
-            return AttentionStep(stage, layer, rows, tokens, model, home.table, cache)
+            router = self._dispatcher.router
+            return AttentionStep(stage, layer, rows, tokens, model, home.table, cache, router)
         return self._head_step(rows)
 
     def _head_step(self, rows: Rows) -> HeadStep:
@@ -89,7 +90,9 @@ class RankStages:
 
     def passage(self, step: Step, last: int, wanted: Callable[[], bool]) -> Step:
         """See `Stages`. Chunks with another of their request in the layers keep to the queues."""
-        if not isinstance(step, AttentionStep) or not self._home.chunks.alone(step.rows.chunks):
+        if not isinstance(step, AttentionStep) or not self._passable[step.layer]:
+            return step
+        if not self._home.chunks.alone(step.rows.chunks):
             return step
         layers = (last + 1) // 2
         end = next((i for i in range(step.layer, layers) if not self._passable[i]), layers)
@@ -120,8 +123,11 @@ class RankStages:
                 for parcel in self._dispatcher.combine(step, result):
                     self._home.take_in(parcel)
                 for segment in step.segments:
-                    segment.hold.read(segment.parcel.rows)
-                    self._receptor.left(segment.source, segment.parcel.rows)
+                    rows = segment.parcel.rows
+                    segment.hold.read(rows)
+                    self._receptor.left(segment.source, rows)
+        if self._home_or_none is not None:
+            self._home_or_none.let_go()
 
     def _leave_passage(self, step: Passage, passed: Passed) -> None:
         if passed.next_stage is not None:

@@ -5,14 +5,17 @@ device. A step is a callable without arguments that runs on the compute thread.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncmoe import native
 from asyncmoe.microqueue import RowSegment
 from asyncmoe.model import Cache, ExpertBatch, Model, RowBatch
+from asyncmoe.packed import Buffer, PackedParcel, pack
+from asyncmoe.routing import Routed, Router
 from asyncmoe.sampler import Sampled, SamplerBatch, sample
 from asyncmoe.stage import Kind
 from asyncmoe.tokentable import TokenTable
@@ -25,13 +28,41 @@ if TYPE_CHECKING:
 class Rows:
     """The rows of an attention or head batch: segments of one row first, then longer chunks."""
 
+    block_tokens: int  # of the KV pool
+    singles: int  # segments of one row
     chunks: NDArray[np.int64]  # [segments]
     counts: NDArray[np.int64]  # [segments] rows of each
     slots: NDArray[np.int64]  # [rows]
     epochs: NDArray[np.uint32]  # [rows]
     part_count: NDArray[np.int64]  # [rows]
-    ends: NDArray[np.int64]  # [segments] one past each segment's last row
-    batch: RowBatch
+    query_start: NDArray[np.int64]  # [segments + 1] first row of each segment, and one past all
+    positions: NDArray[np.int64]  # [rows]
+    cache_index: NDArray[np.int64]  # [rows]
+    context: NDArray[np.int64]  # [segments] tokens up to each segment's last row
+    block_table: NDArray[np.int64]  # [segments, blocks]
+    request: NDArray[np.int64]  # [segments]
+    _batch: RowBatch | None = None
+
+    @property
+    def ends(self) -> NDArray[np.int64]:
+        """[segments] one past each segment's last row."""
+        return self.query_start[1:]
+
+    @property
+    def batch(self) -> RowBatch:
+        """The columns as the model takes them; made on first use, which the compute thread has."""
+        if self._batch is None:
+            self._batch = RowBatch(
+                positions=torch.from_numpy(self.positions),
+                cache_index=torch.from_numpy(self.cache_index),
+                decode_rows=self.singles,
+                query_start=torch.from_numpy(self.query_start),
+                context_len=torch.from_numpy(self.context),
+                block_table=torch.from_numpy(self.block_table),
+                request=torch.from_numpy(self.request),
+                block_tokens=self.block_tokens,
+            )
+        return self._batch
 
     def alive(self, table: TokenTable) -> NDArray[np.bool_]:
         """[segments] which have not been cancelled since. A request's rows die together."""
@@ -39,36 +70,50 @@ class Rows:
         alive: NDArray[np.bool_] = table.epoch[self.slots[last]] == self.epochs[last]
         return alive
 
+    def all_alive(self, table: TokenTable) -> bool:
+        """Whether no segment has been cancelled since."""
+        if native.columns is None:
+            return bool(self.alive(table).all())
+        alive: bool = native.columns.all_alive(self.ends, self.slots, self.epochs, table.epoch)
+        return alive
+
 
 def gather_rows(home: Home, chunks: NDArray[np.int64]) -> Rows:
     """Collect the columns of these chunks' rows from the tables of the home rank."""
     table, chunk_table, pool = home.table, home.chunks, home.pool
+    if native.columns is not None:
+        columns = native.columns.gather_rows(
+            chunks, chunk_table.rows, chunk_table.first_slot, chunk_table.request,
+            chunk_table.slots, table.position, table.epoch, table.part_count, pool.table,
+            pool.block_tokens,
+        )  # fmt: skip
+        return Rows(pool.block_tokens, *columns)
     counts = chunk_table.rows[chunks]
-    if int(counts.max()) > 1:
-        order = np.argsort(counts > 1, kind="stable")
-        chunks, counts = chunks[order], counts[order]
-        singles = int(np.count_nonzero(counts == 1))
-        longer = [chunk_table.slots[chunk] for chunk in chunks[singles:].tolist()]
-        slots = np.concatenate([chunk_table.first_slot[chunks[:singles]], *longer])
-    else:
-        singles = len(chunks)
-        slots = chunk_table.first_slot[chunks]
-    ends = np.cumsum(counts)
+    order = np.argsort(counts > 1, kind="stable")
+    chunks, counts = chunks[order], counts[order]
+    singles = int(np.count_nonzero(counts == 1))
+    longer = [chunk_table.slots[chunk] for chunk in chunks[singles:].tolist()]
+    slots = np.concatenate([chunk_table.first_slot[chunks[:singles]], *longer])
+    query_start = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
     request = chunk_table.request[chunks]
     positions = table.position[slots]
-    context = positions[ends - 1] + 1
+    context = positions[query_start[1:] - 1] + 1
     blocks = -(-int(context.max()) // pool.block_tokens)
-    batch = RowBatch(
-        positions=torch.from_numpy(positions),
-        cache_index=torch.from_numpy(pool.index(np.repeat(request, counts), positions)),
-        decode_rows=singles,
-        query_start=torch.from_numpy(np.concatenate([np.zeros(1, np.int64), ends])),
-        context_len=torch.from_numpy(context),
-        block_table=torch.from_numpy(pool.table[request, :blocks]),
-        request=torch.from_numpy(request),
-        block_tokens=pool.block_tokens,
+    return Rows(
+        pool.block_tokens,
+        singles,
+        chunks,
+        counts,
+        slots,
+        table.epoch[slots],
+        table.part_count[slots],
+        query_start,
+        positions,
+        pool.index(np.repeat(request, counts), positions),
+        context,
+        pool.table[request, :blocks],
+        request,
     )
-    return Rows(chunks, counts, slots, table.epoch[slots], table.part_count[slots], ends, batch)
 
 
 def _merged(
@@ -87,6 +132,7 @@ class AttentionResult:
     hidden: torch.Tensor  # [rows, hidden]
     experts: NDArray[np.int64]  # [rows, top_k]
     weights: NDArray[np.float32]  # [rows, top_k]
+    routed: Routed | None = None  # all rows, as parcels; None: still to be routed
 
 
 @dataclass(slots=True)
@@ -100,6 +146,7 @@ class AttentionStep:
     model: Model
     table: TokenTable
     cache: Cache
+    router: Router | None = None  # routes the rows here, where they are not in the loop's way
     kind = Kind.ATTENTION
 
     @property
@@ -112,10 +159,14 @@ class AttentionStep:
         return _merged(self.stage == 0, self.rows, self.tokens, self.model, self.table)
 
     def __call__(self) -> AttentionResult:
-        routed = self.model.attention(self.layer, self.entering(), self.rows.batch, self.cache)
-        slots = torch.from_numpy(self.rows.slots)
-        self.table.residual.index_copy_(0, slots, routed.residual)
-        return AttentionResult(routed.hidden, routed.experts.numpy(), routed.weights.numpy())
+        rows = self.rows
+        out = self.model.attention(self.layer, self.entering(), rows.batch, self.cache)
+        self.table.residual.index_copy_(0, torch.from_numpy(rows.slots), out.residual)
+        hidden, experts, weights = out.hidden, out.experts.numpy(), out.weights.numpy()
+        if self.router is None:
+            return AttentionResult(hidden, experts, weights)
+        routed = self.router(self.layer, rows.slots, rows.epochs, hidden, experts, weights)
+        return AttentionResult(hidden, experts, weights, routed)
 
 
 @dataclass(slots=True)
@@ -155,19 +206,26 @@ class ExpertStep:
 
     stage: int
     layer: int
-    segments: list[RowSegment]  # in ascending order of their source
-    slot: NDArray[np.uint32]  # [out_rows]
-    epoch: NDArray[np.uint32]  # [out_rows]
-    part: NDArray[np.uint8]  # [out_rows]
-    row_count: int
-    batch: ExpertBatch
     model: Model
+    segments: list[RowSegment]  # in ascending order of their source
+    row_count: int
+    row: NDArray[np.int64]  # [pairs], and so on: see `ExpertBatch`
+    weight: NDArray[np.float32]
+    counts: NDArray[np.int64]
+    gather: NDArray[np.int64]
+    back: list[tuple[int, int, int, Buffer]]  # per home: rank, output rows, input rows, columns
     kind = Kind.EXPERT
 
     def __call__(self) -> torch.Tensor:
         payloads = [segment.parcel.payload for segment in self.segments]
         x = payloads[0] if len(payloads) == 1 else torch.cat(payloads)
-        return self.model.experts(self.layer, x, self.batch)
+        batch = ExpertBatch(
+            row=torch.from_numpy(self.row),
+            weight=torch.from_numpy(self.weight),
+            counts=torch.from_numpy(self.counts),
+            gather=torch.from_numpy(self.gather),
+        )
+        return self.model.experts(self.layer, x, batch)
 
 
 def expert_step(
@@ -186,12 +244,27 @@ def expert_step(
         local_experts: how many of them are on this rank.
         per_expert: an output row per pair; otherwise one per row.
     """
-    segments.sort(key=lambda segment: segment.source)  # so that each home's output is one slice
-    parcels = [segment.parcel for segment in segments]
+    if len(segments) > 1:
+        segments.sort(key=lambda segment: segment.source)  # each home's output is one slice
+    parcels = [(segment.source, pack(segment.parcel)) for segment in segments]
+    rows = sum([parcel.count for _, parcel in parcels])
+    if native.columns is None:
+        columns = _expert_columns(parcels, local, local_experts, per_expert)
+    else:
+        blocks = [(source, p.count, p.pairs, p.block) for source, p in parcels]
+        columns = native.columns.expert_batch(blocks, local, local_experts, per_expert)
+    return ExpertStep(stage, layer, model, segments, rows, *columns)
+
+
+def _expert_columns(
+    parcels: list[tuple[int, PackedParcel]],
+    local: NDArray[np.int64],
+    local_experts: int,
+    per_expert: bool,
+) -> tuple[Any, ...]:
+    """`row` to `back` of the step: the plain twin of `expert_batch` in native/src/columns."""
     slot, epoch, part, fanout, expert, weight = (
-        parcels[0].columns()
-        if len(parcels) == 1
-        else tuple(np.concatenate(c) for c in zip(*(p.columns() for p in parcels), strict=True))
+        np.concatenate(c) for c in zip(*(p.columns() for _, p in parcels), strict=True)
     )
     rows, pairs = len(slot), len(expert)
     of_expert = local[expert]
@@ -199,18 +272,20 @@ def expert_step(
     place = np.empty(pairs, np.int64)
     place[order] = np.arange(pairs)
     row_of_pair = np.arange(rows).repeat(fanout)
+    source = np.repeat([source for source, _ in parcels], [p.count for _, p in parcels])
+    home = source
     if per_expert:
         gather = place[:, None]
-        slot, epoch = slot[row_of_pair], epoch[row_of_pair]
+        slot, epoch, home = slot[row_of_pair], epoch[row_of_pair], source[row_of_pair]
     else:
         begin = fanout.cumsum(dtype=np.int64) - fanout
         gather = np.full((rows, int(fanout.max())), -1, np.int64)
         gather[row_of_pair, np.arange(pairs) - begin[row_of_pair]] = place
         part = part[begin]
-    batch = ExpertBatch(
-        row=torch.from_numpy(row_of_pair[order]),
-        weight=torch.from_numpy(weight[order]),
-        counts=torch.from_numpy(np.bincount(of_expert, minlength=local_experts)),
-        gather=torch.from_numpy(gather),
-    )
-    return ExpertStep(stage, layer, segments, slot, epoch, part, rows, batch, model)
+    back = []
+    for rank in np.unique(source).tolist():
+        out = home == rank
+        block = slot[out].tobytes() + epoch[out].tobytes() + part[out].tobytes()
+        back.append((rank, int(out.sum()), int((source == rank).sum()), block))
+    counts = np.bincount(of_expert, minlength=local_experts)
+    return row_of_pair[order], weight[order], counts, gather, back

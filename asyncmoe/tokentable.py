@@ -3,13 +3,24 @@
 A combine row is taken in only if its slot's epoch is current, the slot waits for that very expert
 stage, and the part's bit is still open; everything else is counted and dropped (DESIGN.md §6,
 "Exactly once"). Clearing a bit is idempotent, so a repeated row can never complete a token early.
+
+The loop looks at columns alone. Rows are copied by the compute thread, before it next merges: a
+copy takes time that grows with the rows, and the loop must not.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import deque
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from asyncmoe import native
+from asyncmoe.packed import pack
+from asyncmoe.transport import Parcel, ParcelClass
 
 MAX_PARTS = 64  # a slot's open parts are the bits of one uint64
 _BIT = np.uint64(1) << np.arange(MAX_PARTS, dtype=np.uint64)
@@ -40,6 +51,10 @@ class TokenTable:
         self.dropped_rows = 0  # combine rows that were stale, repeated or out of range
         self._scratch = np.empty(slots, np.int64)
         self._place_scratch = np.empty(slots * max_parts, np.int64)
+        # (rows, their places, what to call then): arrived and to be copied; in order
+        self._arrived: deque[tuple[torch.Tensor, NDArray[np.int64], Callable[[], None]]] = deque()
+        self._copied: deque[Callable[[], None]] = deque()
+        self._settling = threading.Lock()
         self._free = np.arange(slots - 1, -1, -1, dtype=np.int64)
         self.free_slots = slots
 
@@ -65,6 +80,9 @@ class TokenTable:
 
     def expect(self, slots: NDArray[np.int64], stage: int, parts: NDArray[np.int64]) -> None:
         """The rows of `slots` were dispatched to `stage` and `parts[i]` parts will come back."""
+        if native.columns is not None:
+            native.columns.expect(slots, stage, parts, self.stage, self.part_count, self.open)
+            return
         self.stage[slots] = stage
         self.part_count[slots] = parts
         self.open[slots] = _ALL[parts]
@@ -77,44 +95,94 @@ class TokenTable:
         part: NDArray[np.uint8],
         payload: torch.Tensor,
     ) -> NDArray[np.int64]:
-        """Store combine rows of `stage`; return the slots that now have all their parts.
+        """Take in combine rows of `stage`; return the slots that now have all their parts.
 
         Args:
             slot, epoch, part: [rows], from the wire and not trusted.
             payload: [rows, hidden].
         """
-        if not len(slot):
-            return np.empty(0, np.int64)
-        if int(slot.max()) >= self.slots or int(part.max()) >= self.max_parts:
-            inside = (slot < self.slots) & (part < self.max_parts)
-            return self._accept_some(inside, stage, slot, epoch, part, payload)
-        index, bit = slot.astype(np.int64), _BIT[part]
-        good = (self.epoch[index] == epoch) & (self.stage[index] == stage)
-        good &= (self.open[index] & bit) != 0
-        if not good.all():
-            return self._accept_some(good, stage, slot, epoch, part, payload)
-        place = index * self.max_parts + part
-        if len(distinct(place, self._place_scratch)) < len(place):
-            first = np.zeros(len(place), np.bool_)
-            first[np.unique(place, return_index=True)[1]] = True
-            return self._accept_some(first, stage, slot, epoch, part, payload)
-        self.parts.index_copy_(0, torch.from_numpy(place), payload)
-        np.bitwise_and.at(self.open, index, ~bit)
-        return distinct(index[self.open[index] == 0], self._scratch)
+        return self.arrive(Parcel(ParcelClass.COMBINE, stage, slot, epoch, part, payload), _nothing)
 
-    def _accept_some(
-        self,
-        good: NDArray[np.bool_],
-        stage: int,
-        slot: NDArray[np.uint32],
-        epoch: NDArray[np.uint32],
-        part: NDArray[np.uint8],
-        payload: torch.Tensor,
-    ) -> NDArray[np.int64]:
+    def arrive(self, parcel: Parcel, release: Callable[[], None]) -> NDArray[np.int64]:
+        """Take in a combine parcel; return the slots that now have all their parts.
+
+        Its rows are copied by the next `settle` or `merge`, on whichever thread that runs;
+        `release` is called by the first `let_go` behind it, or at once if no row was taken.
+        """
+        if native.columns is None:
+            done, place, keep = self._judge(parcel)
+        else:
+            packed = pack(parcel)
+            done, place, keep = native.columns.accept(
+                parcel.stage, packed.block, packed.count, self.max_parts,
+                self.epoch, self.stage, self.open,
+            )  # fmt: skip
+        payload = parcel.payload
+        if keep is not None:
+            self.dropped_rows += parcel.rows - len(keep)
+            payload = payload.index_select(0, torch.from_numpy(keep))
+        if len(place):
+            self._arrived.append((payload, place, release))
+        else:
+            release()
+        return done
+
+    def _judge(
+        self, parcel: Parcel
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64] | None]:
+        """Which rows are taken in (None: all), their places, and the slots that they complete."""
+        slot, epoch, part = parcel.slot, parcel.epoch, parcel.part
+        good = (slot < self.slots) & (part < self.max_parts)
+        inside = np.where(good, slot, 0)
+        index, which = inside.astype(np.int64), np.where(good, part, 0)
+        good &= (self.epoch[index] == epoch) & (self.stage[index] == parcel.stage)
+        good &= (self.open[index] & _BIT[which]) != 0
         keep = good.nonzero()[0]
-        self.dropped_rows += len(good) - len(keep)
-        rows = payload.index_select(0, torch.from_numpy(keep))
-        return self.accept(stage, slot[keep], epoch[keep], part[keep], rows)
+        place = index[keep] * self.max_parts + which[keep]
+        if len(distinct(place, self._place_scratch)) < len(place):
+            keep = keep[np.sort(np.unique(place, return_index=True)[1])]  # the first of each
+            place = index[keep] * self.max_parts + which[keep]
+        np.bitwise_and.at(self.open, index[keep], ~_BIT[which[keep]])
+        done = distinct(index[keep][self.open[index[keep]] == 0], self._scratch)
+        return done, place, None if len(keep) == len(slot) else keep
+
+    def settle(self) -> None:
+        """Copy the rows that have arrived to their places. On any thread.
+
+        What arrived before this was called is there when it returns.
+        """
+        # One thread at a time, also where nothing is left to take: what another thread took may
+        # not be there yet. In the order of arrival, since a place may have had two owners.
+        with self._settling:
+            while self._arrived:
+                payload, place, release = self._arrived.popleft()
+                self._copy(payload, place)
+                self._copied.append(release)
+
+    def _copy(self, payload: torch.Tensor, place: NDArray[np.int64]) -> None:
+        parts = self.parts
+        if native.columns is None or not (parts.is_cpu and payload.is_contiguous()):
+            parts.index_copy_(0, torch.from_numpy(place), payload)
+        else:
+            assert payload.shape[1:] == parts.shape[1:]
+            assert payload.dtype is parts.dtype
+            native.columns.scatter(
+                parts.data_ptr(), len(parts), place,
+                payload.data_ptr(), parts.shape[1] * parts.itemsize,
+            )  # fmt: skip
+
+    @property
+    def oldest_arrival(self) -> object:
+        """What stands for the oldest parcel that is not copied; None if all are."""
+        try:
+            return self._arrived[0]
+        except IndexError:
+            return None
+
+    def let_go(self) -> None:
+        """Release what has been copied. On the loop."""
+        while self._copied:
+            self._copied.popleft()()
 
     def merge(self, slots: torch.Tensor, part_count: NDArray[np.int64]) -> torch.Tensor:
         """Residual plus parts, summed in part order in float32: [rows, hidden], model dtype.
@@ -122,6 +190,7 @@ class TokenTable:
         Runs on the compute thread. `part_count` is the table's column at `slots`, copied when the
         batch was prepared.
         """
+        self.settle()
         total = self.residual.index_select(0, slots).float()
         base = slots * self.max_parts
         fewest, most = int(part_count.min()), int(part_count.max())
@@ -143,3 +212,7 @@ def distinct(indices: NDArray[np.int64], scratch: NDArray[np.int64]) -> NDArray[
     scratch[indices] = place
     once: NDArray[np.int64] = indices[scratch[indices] == place]
     return once
+
+
+def _nothing() -> None:
+    pass

@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 from asyncmoe.errors import ProtocolError
 from asyncmoe.lease import Lease, LeasePool, LeaseState
+from asyncmoe.packed import Buffer
 from asyncmoe.transport import Arrival, Limits, Parcel, Posted
 from asyncmoe.wire import (
-    Buffer,
     Prelude,
     decode_parcel,
     dtype_of,
@@ -36,15 +36,20 @@ class Outbound:
         self._sequence = [0] * _CLASSES
         self._unsent: dict[Posted, None] = {}  # in the order posted
 
-    def parcel(self, parcel: Parcel, lease: int = 0) -> tuple[bytes, Posted]:
-        """Number the parcel: its control frame, and its source side. Raises as `encode_parcel`."""
+    def parcel(
+        self, parcel: Parcel, lease: int = 0, generation: int | None = None
+    ) -> tuple[bytes, Posted]:
+        """Number the parcel: its control frame, and its source side. Raises as `encode_parcel`.
+
+        `lease` and `generation`: of the receiver's buffer, where the sender chooses that.
+        """
         frame = encode_parcel(
             parcel,
             self._limits,
             source=self._rank,
             sequence=self._sequence[parcel.kind],
             lease=lease,
-            generation=self._generation,
+            generation=self._generation if generation is None else generation,
         )
         self._sequence[parcel.kind] += 1
         posted = Posted()
@@ -98,9 +103,14 @@ class Inbound:
         limits: Limits,
         leases: LeasePool,
         deliver: Callable[[Arrival], None],
+        place: Callable[[Prelude], Lease | None] = lambda prelude: None,
     ) -> None:
+        """`place`: the lease of a payload that lies somewhere before its control frame is here.
+
+        It raises `ProtocolError` if the prelude names a place that the peer may not.
+        """
         self._source, self._generation, self._limits = source, generation, limits
-        self._leases, self._deliver = leases, deliver
+        self._leases, self._deliver, self._place = leases, deliver, place
         self._sequence = [0] * _CLASSES
         self._queues: tuple[deque[Transfer], ...] = tuple(deque() for _ in range(_CLASSES))
 
@@ -110,10 +120,12 @@ class Inbound:
         """First phase: take a parcel's checked prelude and give the memory for the rest of it.
 
         `columns` and `lease` are given where they are known already (a frame that came whole, a
-        payload that is read where it lies). Raises `ProtocolError` for a wrong source, sequence
-        or generation.
+        payload that is read where it lies). Raises `ProtocolError` for a wrong source, sequence,
+        lease or generation.
         """
         self._check_order(prelude)
+        if lease is None:
+            lease = self._place(prelude)
         if lease is None:
             if (prelude.lease, prelude.generation) != (0, self._generation):
                 raise ProtocolError(

@@ -17,10 +17,10 @@ from zlib import crc32
 import numpy as np
 import torch
 
+from asyncmoe import native
 from asyncmoe.errors import ParcelTooLarge, ProtocolError
+from asyncmoe.packed import Buffer, PackedParcel, column_bytes, pack
 from asyncmoe.transport import Limits, Parcel, ParcelClass
-
-Buffer = bytes | bytearray | memoryview
 
 MAGIC = b"aMoE"
 VERSION = 1
@@ -54,10 +54,14 @@ class FrameKind(IntEnum):
     HEARTBEAT = 3
     GOODBYE = 4
     HANDSHAKE = 5
+    NOTICE = 6
+    TAKEN = 7
 
 
 # Plain ints for the hot path: looking up an enum's member costs as much as reading a field.
 _PARCEL, _MESSAGE = int(FrameKind.PARCEL), int(FrameKind.MESSAGE)
+_TAKEN = int(FrameKind.TAKEN)
+_SIGNALS = frozenset(map(int, (FrameKind.HEARTBEAT, FrameKind.GOODBYE, FrameKind.NOTICE)))
 _DISPATCH, _COMBINE = int(ParcelClass.DISPATCH), int(ParcelClass.COMBINE)
 
 
@@ -94,11 +98,6 @@ class Handshake(NamedTuple):
     secret: bytes  # 32 bytes: a nonce or a proof
 
 
-def column_bytes(parcel_class: int, rows: int, pairs: int) -> int:
-    """Length of a parcel's columns."""
-    return 9 * rows + 7 * pairs if parcel_class == _DISPATCH else 9 * rows
-
-
 def encode_parcel(
     parcel: Parcel, limits: Limits, *, source: int, sequence: int, lease: int, generation: int
 ) -> bytes:
@@ -107,7 +106,7 @@ def encode_parcel(
     Raises `ParcelTooLarge`, `ProtocolError` for what the limits do not allow, and `ValueError`
     for a payload or a column that is not what `Parcel` says it is.
     """
-    payload, rows, pairs = parcel.payload, len(parcel.slot), len(parcel.expert)
+    payload = parcel.payload
     code = _CODES.get(payload.dtype)
     if code is None or payload.dim() != 2 or not payload.is_contiguous():
         raise ValueError(f"payload {payload.dtype} {tuple(payload.shape)} is not contiguous rows")
@@ -115,20 +114,21 @@ def encode_parcel(
     payload_bytes = count * hidden * _ITEMSIZE[code]
     if payload_bytes > limits.parcel_bytes:
         raise ParcelTooLarge(payload_bytes, limits.parcel_bytes)
-    length = column_bytes(parcel.kind, rows, pairs)
-    prelude = Prelude(
+    packed = pack(parcel)
+    rows = packed.count
+    fields = (
         _PARCEL, int(parcel.kind), code, parcel.stage, source, sequence, lease, generation,
-        rows, pairs, hidden, parcel.credits, length, payload_bytes,
+        rows, packed.pairs, hidden, parcel.credits, len(packed.block), payload_bytes,
     )  # fmt: skip
+    if native.columns is not None and rows == count:
+        frame: bytes | None = native.columns.encode_parcel(fields, limits, packed.block)
+        if frame is not None:
+            return frame
+    prelude = Prelude._make(fields)
     _check_parcel(prelude, limits)
-    columns = (
-        parcel.slot, parcel.epoch, parcel.weight, parcel.expert, parcel.fanout, parcel.part
-    )  # fmt: skip
-    frame = b"".join((encode_prelude(prelude), *(c.tobytes() for c in columns)))
-    if len(frame) != PRELUDE_BYTES + length or count != rows:
-        shapes = [f"{column.dtype}[{len(column)}]" for column in columns]
-        raise ValueError(f"columns {shapes} do not fit {rows} rows, {pairs} pairs, payload {count}")
-    return frame
+    if rows != count:
+        raise ValueError(f"{rows} rows of columns do not fit a payload of {count} empty rows")
+    return encode_prelude(prelude) + packed.block
 
 
 def encode_message(source: int, sequence: int, length: int, limits: Limits) -> bytes:
@@ -139,8 +139,14 @@ def encode_message(source: int, sequence: int, length: int, limits: Limits) -> b
 
 
 def encode_signal(kind: FrameKind, source: int) -> bytes:
-    """A frame without a body: HEARTBEAT or GOODBYE."""
+    """A frame without a body: HEARTBEAT, GOODBYE or NOTICE."""
     return encode_prelude(_control(kind, source, 0, 0))
+
+
+def encode_taken(source: int, parcel_class: int, count: int) -> bytes:
+    """A frame without a body: the receiver has `count` more parcels of a class whole."""
+    empty = _control(_TAKEN, source, 0, 0)
+    return encode_prelude(empty._replace(parcel_class=parcel_class, rows=count))
 
 
 def _control(kind: int, source: int, sequence: int, length: int) -> Prelude:
@@ -153,8 +159,19 @@ def encode_prelude(prelude: Prelude) -> bytes:
     return head + _CHECKSUM.pack(crc32(head))
 
 
+def readdress(frame: bytes, lease: int, generation: int) -> bytes:
+    """A parcel's frame with another buffer to go to."""
+    _, _, *fields = _HEAD.unpack_from(frame)
+    prelude = Prelude._make(fields)._replace(lease=lease, generation=generation)
+    return encode_prelude(prelude) + frame[PRELUDE_BYTES:]
+
+
 def decode_prelude(data: Buffer, limits: Limits) -> Prelude:
     """Read and check a prelude. Raises `ProtocolError`; allocates nothing that `data` asks for."""
+    if native.columns is not None:
+        parcel: tuple[int, ...] | None = native.columns.decode_parcel(data, limits)
+        if parcel is not None:
+            return Prelude._make(parcel)
     if len(data) != PRELUDE_BYTES:
         _refuse("prelude length", len(data), f"{PRELUDE_BYTES} bytes")
     magic, version, *fields = _HEAD.unpack_from(data)
@@ -165,6 +182,8 @@ def decode_prelude(data: Buffer, limits: Limits) -> Prelude:
     prelude = Prelude._make(fields)
     if prelude.kind == _PARCEL:
         _check_parcel(prelude, limits)
+    elif prelude.kind == _TAKEN:
+        _check_taken(prelude)
     else:
         _check_control(prelude, limits)
     return prelude
@@ -180,22 +199,14 @@ def decode_parcel(
     rows, pairs = prelude.rows, prelude.pairs
     if len(columns) != prelude.column_bytes:
         _refuse("columns", len(columns), f"{prelude.column_bytes} bytes")
-    numbers = np.frombuffer(columns, np.uint32, 2 * rows, 0)
-    slot, epoch = numbers[:rows], numbers[rows:]
-    if prelude.parcel_class == _COMBINE:
-        part = np.frombuffer(columns, np.uint8, rows, 8 * rows)
-        return Parcel(
-            ParcelClass.COMBINE, prelude.stage, slot, epoch, part, payload, credits=prelude.credits
-        )
-    weight = np.frombuffer(columns, np.float32, pairs, 8 * rows)
-    expert = np.frombuffer(columns, np.uint16, pairs, 8 * rows + 4 * pairs)
-    small = np.frombuffer(columns, np.uint8, rows + pairs, 8 * rows + 6 * pairs)
-    fanout, part = small[:rows], small[rows:]
-    if rows:
-        _check_columns(fanout, expert, pairs, limits)
-    return Parcel(
-        ParcelClass.DISPATCH, prelude.stage, slot, epoch, part, payload, fanout, expert, weight
-    )
+    kind = ParcelClass.COMBINE if prelude.parcel_class == _COMBINE else ParcelClass.DISPATCH
+    parcel = PackedParcel(kind, prelude.stage, rows, pairs, columns, payload, prelude.credits)
+    if kind is ParcelClass.COMBINE or not rows:
+        return parcel
+    compiled = native.columns
+    if compiled is None or not compiled.check_columns(columns, rows, pairs, limits.experts):
+        _check_columns(parcel.fanout, parcel.expert, pairs, limits)
+    return parcel
 
 
 def dtype_of(prelude: Prelude) -> torch.dtype:
@@ -205,6 +216,11 @@ def dtype_of(prelude: Prelude) -> torch.dtype:
 
 def payload_memory(payload: torch.Tensor) -> memoryview:
     """The bytes of a contiguous host tensor, without a copy; the view keeps the tensor alive."""
+    if native.columns is not None:
+        if not (payload.is_cpu and payload.is_contiguous()):
+            raise ValueError("a payload that is not contiguous host memory")
+        view: memoryview = native.columns.memory(payload, payload.data_ptr(), payload.nbytes)
+        return view
     if payload.numel() and payload.stride(-1) == 1:
         return payload.view(torch.uint8).numpy().data.cast("B")
     # A dimension of size 0 or 1 may have a stride that cannot be viewed as bytes, a flat one not.
@@ -241,14 +257,23 @@ def _check_control(prelude: Prelude, limits: Limits) -> None:
     """A frame that is not a parcel: everything that its kind has no use for is 0."""
     kind, sequence, length = prelude.kind, prelude.sequence, prelude.payload_bytes
     if kind != _MESSAGE:
-        if kind != FrameKind.HEARTBEAT and kind != FrameKind.GOODBYE:
-            _refuse("kind", kind, "parcel, message, heartbeat or goodbye")
+        if kind not in _SIGNALS:
+            _refuse("kind", kind, "parcel, message, heartbeat, goodbye or notice")
         if sequence or length:
-            _refuse("sequence, payload_bytes", (sequence, length), "0 in heartbeat and goodbye")
+            _refuse("sequence, payload_bytes", (sequence, length), "0 in a frame without a body")
     if length > limits.message_bytes:
         _refuse("payload_bytes", length, f"at most limits.message_bytes = {limits.message_bytes}")
     if prelude != _control(kind, prelude.source, sequence, length):
         _refuse("prelude", prelude, "0 in the fields of a parcel")
+
+
+def _check_taken(p: Prelude) -> None:
+    if p.parcel_class != _DISPATCH and p.parcel_class != _COMBINE:
+        _refuse("parcel_class", p.parcel_class, "1 (dispatch) or 2 (combine)")
+    if not p.rows:
+        _refuse("rows", p.rows, "the number of parcels that were taken")
+    if p != _control(_TAKEN, p.source, 0, 0)._replace(parcel_class=p.parcel_class, rows=p.rows):
+        _refuse("prelude", p, "0 in the fields of a parcel")
 
 
 def _check_parcel(p: Prelude, limits: Limits) -> None:

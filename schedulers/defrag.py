@@ -90,10 +90,11 @@ class Defrag(Scheduler):
         super().__init__(context, parameters)
         chain = context.chain
         self._rows_per_token = rows_per_token(context)
+        self._divisors: list[float] = self._rows_per_token.tolist()
         self._look_ahead = LookAhead(chain, parameters.look_ahead, parameters.decay, wrap=False)
         self._history = parameters.history
         self._recent: deque[tuple[int, int]] = deque()  # (stage, rows) of the last batches
-        self._drained = np.zeros(len(chain))  # their rows by stage (whole numbers)
+        self._drained = [0] * len(chain)  # their rows by stage
         self._drained_tokens = np.zeros(len(chain))
 
     def scores(self, view: QueueView) -> NDArray[np.float64]:
@@ -115,4 +116,4 @@ class Defrag(Scheduler):
     def _drain(self, stage: int, rows: int) -> None:
         self._drained[stage] += rows
         # from the whole number each time, so that no rounding error builds up
-        self._drained_tokens[stage] = self._drained[stage] / self._rows_per_token[stage]
+        self._drained_tokens[stage] = self._drained[stage] / self._divisors[stage]

@@ -72,6 +72,7 @@ class DefragAging(Defrag):
         self._weight = np.array(self.patience - 0.5)  # numpy converts a Python number each time
         # float64 holds every age exactly, and adds to the scores without a conversion
         self._age = np.zeros(stages)
+        self._aged = False  # whether any is above 0
         # the stages that `choose` was last offered, and their ages then
         self._offered, self._offered_age = _NO_STAGES, _NO_AGES
 
@@ -96,7 +97,10 @@ class DefragAging(Defrag):
     def executed(self, stage: int, rows: int) -> None:
         super().executed(stage, rows)
         # a stage that was not runnable, or that ran, starts anew
-        self._age = np.zeros(len(self._age))
-        self._age[self._offered] = self._offered_age + 1.0
-        self._age[stage] = 0.0
+        if self._aged:
+            self._age = np.zeros(len(self._age))
+        self._aged = self._offered.tolist() not in ([], [stage])
+        if self._aged:
+            self._age[self._offered] = self._offered_age + 1.0
+            self._age[stage] = 0.0
         self._offered, self._offered_age = _NO_STAGES, _NO_AGES
