@@ -256,15 +256,16 @@ async def _stream(
     events = EventWriter(request)
     report_usage = body.stream_options is not None and body.stream_options.include_usage
     rest: dict[str, Any] = {"usage": None} if report_usage else {}
+    before, behind = envelope.chunk_around(rest)
     last: list[RequestOutput | None] = [None] * len(generations)
 
     async def one(index: int, choice: Choice, generation: Generation) -> None:
         async for output in generation:
             if last[index] is None and (opening := choice.opening()) is not None:
-                await events.send({**envelope.chunk([opening]), **rest})
+                await events.send_json(before, orjson.dumps(opening), behind)
             last[index] = _unless_stopping(output)
             if output.delta or output.finish_reason or output.logprobs or body.return_token_ids:
-                await events.send({**envelope.chunk([choice.news(output)]), **rest})
+                await events.send_json(before, orjson.dumps(choice.news(output)), behind)
 
     try:
         await together(

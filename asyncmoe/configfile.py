@@ -23,6 +23,8 @@ from asyncmoe.config import Config, Section
 from asyncmoe.errors import ConfigError, UnknownName
 
 ENVIRONMENT_PREFIX = "ASYNCMOE_"
+# Of the compiled parts: whether they are used, and how they are built.
+NOT_KEYS = frozenset({"ASYNCMOE_COMPILED", "ASYNCMOE_BUILD_JOBS"})
 FILE_BYTES = 1 << 20  # no configuration is longer; a wrong path is not read into memory
 
 
@@ -221,7 +223,7 @@ def _file_settings(path: Path) -> Iterator[Setting]:
 
 def _environment_settings(environ: Mapping[str, str]) -> Iterator[Setting]:
     for variable, text in sorted(environ.items()):
-        if variable.startswith(ENVIRONMENT_PREFIX):
+        if variable.startswith(ENVIRONMENT_PREFIX) and variable not in NOT_KEYS:
             path = variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
             yield from text_settings(path, text, f"environment variable {variable}")
 

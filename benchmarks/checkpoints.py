@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,17 @@ SHAPE: dict[str, Any] = {
 }
 
 
+# The same size, with the family's own switches: the router's weights as they are, no norm of heads.
+OLMOE: dict[str, Any] = {
+    "model_type": "olmoe",
+    "intermediate_size": 256,
+    "norm_topk_prob": False,
+    "eos_token_id": None,  # the family's own lies beyond this vocabulary
+    "pad_token_id": None,
+}
+ARCHITECTURES: dict[str, dict[str, Any]] = {"qwen3_moe": {}, "olmoe": OLMOE}
+
+
 def write_config(path: Path, changes: dict[str, Any]) -> Path:
     """A directory with config.json alone, for `model.load_format = "dummy"`."""
     path.mkdir(parents=True, exist_ok=True)
@@ -33,13 +45,29 @@ def write_config(path: Path, changes: dict[str, Any]) -> Path:
     return path
 
 
-def write_checkpoint(path: Path) -> Path:
-    """The same with bfloat16 weights, as `transformers` initialises and saves them."""
+def write_checkpoint(path: Path, architecture: str = "qwen3_moe") -> Path:
+    """One of `ARCHITECTURES` with bfloat16 weights, as `transformers` initialises and saves them.
+
+    There are no tokenizer files.
+    """
     import torch
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(**{**SHAPE, "torch_dtype": None})
+    settings = SHAPE | ARCHITECTURES[architecture] | {"torch_dtype": None}
+    config = transformers.AutoConfig.for_model(**settings)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(path)
     return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("path", type=Path, help="directory to write to")
+    parser.add_argument("--architecture", choices=ARCHITECTURES, default="qwen3_moe")
+    arguments = parser.parse_args()
+    write_checkpoint(arguments.path, arguments.architecture)
+
+
+if __name__ == "__main__":
+    main()

@@ -10,9 +10,13 @@ and post parcels, receive, the loop itself; time inside system calls (the networ
 machine, which copies the payloads) is given apart. An attention step is charged with rank 0's
 whole loop but for what its head and expert batches took; an expert step with rank 1's whole loop.
 
-The default model has parcels of the usual width (hidden 512) but next to no compute. With real
-matrices each kernel evicts the loop's code and data from the caches, and the same Python takes
-several times as long (`--model DIR` shows it); that is a figure of the caches.
+The figure depends on what is in the caches: a loop that waits a few milliseconds for the device
+finds its code and data gone, evicted by the kernels and by whoever else uses the machine. So
+`cache_factor` is given beside it: how many times as long a fixed piece of Python (135 small calls)
+takes on this machine after a pause as long as a step, compared with no pause.
+
+The default model has parcels of the usual width (hidden 512) but next to no compute (`--model DIR`
+takes another one).
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import argparse
 import asyncio
 import json
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +121,7 @@ async def measure(model: Path, rows: int) -> dict[str, float]:
     others_s = sum(
         home[f"{kind}_{part}_s"] for kind in ("expert", "head") for part in ("prepare", "finish")
     )
+    pause_s = home["loop_s"] / home["attention_batches"]
     return {
         "attention_us": 1e6 * (home["loop_user_s"] - others_s) / home["attention_batches"],
         "expert_us": 1e6 * far["loop_user_s"] / far["expert_batches"],
@@ -123,7 +129,33 @@ async def measure(model: Path, rows: int) -> dict[str, float]:
         "expert_system_us": 1e6 * far["loop_system_s"] / far["expert_batches"],
         "attention_rows": home["attention_rows"] / home["attention_batches"],
         "expert_rows": far["expert_rows"] / far["expert_batches"],
+        "cache_factor": fixed_work_us(pause_s) / fixed_work_us(0.0),
     }
+
+
+class _Cell:
+    """An object with a method that reads and writes a little of everything."""
+
+    def __init__(self) -> None:
+        self.count, self.values, self.names = 1, [1], {"x": 1}
+
+    def turn(self, step: int) -> int:
+        before = self.count + step
+        self.count = before - step
+        return before + self.values[0] + self.names["x"]
+
+
+def fixed_work_us(pause_s: float, rounds: int = 200) -> float:
+    """Mean µs of a fixed piece of Python with pauses between its runs."""
+    cells = [_Cell() for _ in range(135)]
+    total_s = 0.0
+    for _ in range(rounds):
+        time.sleep(pause_s)
+        begin_s = time.thread_time()
+        for cell in cells:
+            cell.turn(3)
+        total_s += time.thread_time() - begin_s
+    return 1e6 * total_s / rounds
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import aiohttp
 import orjson
 
 from asyncmoe import configfile, configflags, log
-from asyncmoe.cli.timetable import time_table
+from asyncmoe.cli.timetable import accounts, time_table
 from asyncmoe.cli.untilsignal import run_until_signal
 from asyncmoe.config import Config
 from asyncmoe.errors import RequestFailed
@@ -68,7 +68,7 @@ async def _demo(config: Config, prompt: str, max_tokens: int) -> int:
             f"\n\n{tokens} tokens in {whole_s:.2f} s over HTTP: {tokens / whole_s:.1f} tokens/s, "
             f"the first after {first_s * 1e3:.0f} ms\n"
         )
-        _say(time_table(before, after))
+        _say(time_table(accounts(before, after)))
     _say("\nstopped")
     return 0
 

@@ -57,6 +57,7 @@ def examine() -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cpu_features": _cpu_features(),
+        "compiled": _compiled(),
         "devices": [dataclasses.asdict(trial) for trial in try_devices(cores)],
         "transports": [dataclasses.asdict(trial) for trial in try_transports()],
     }
@@ -121,6 +122,17 @@ def _cpu_features() -> dict[str, bool]:
     return {feature: feature in flags for feature in CPU_FEATURES}
 
 
+def _compiled() -> dict[str, str]:
+    """Of each compiled part what it uses, or why its twin in torch or numpy runs."""
+    from asyncmoe import native
+
+    kernels, columns = native.kernels, native.columns
+    return {
+        "kernels": native.absent["kernels"] if kernels is None else kernels.isa(),
+        "columns": native.absent["columns"] if columns is None else "built",
+    }
+
+
 def _lines(path: str) -> list[str]:
     """The lines of a file of the kernel; none where there is no such file."""
     return Path(path).read_text().splitlines() if os.access(path, os.R_OK) else []
@@ -134,6 +146,7 @@ def _text(report: dict[str, Any]) -> str:
         f"python {report['python']} on {report['platform']}",
         f"cores {report['cores']}, torch threads {report['torch_threads']}, memory: {amounts}",
         f"cpu: torch uses {report['torch_cpu_capability']}; {', '.join(features)}",
+        f"compiled: {', '.join(f'{name} {state}' for name, state in report['compiled'].items())}",
         "",
         "packages",
         *(f"  {name:<14} {v or 'not installed'}" for name, v in report["packages"].items()),

@@ -20,6 +20,8 @@ from asyncmoe.frontend.world import detect_world
 
 logger = logging.getLogger(__name__)
 
+GC_THRESHOLD = 100_000  # new objects between two collections; CPython's 700 suits small programs
+
 
 @dataclass(frozen=True, slots=True)
 class Command:
@@ -33,9 +35,13 @@ class Command:
 COMMANDS = {
     "generate": Command("asyncmoe.cli.generate", "answer one prompt", engine=True),
     "serve": Command("asyncmoe.cli.serve", "serve OpenAI's API over HTTP", engine=True),
+    "bench": Command("asyncmoe.cli.bench_command", "measure rates, and where the time goes", True),
     "demo": Command("asyncmoe.cli.demo", "two ranks, a server and an answer, once", engine=False),
     "config": Command(
         "asyncmoe.cli.config_command", "show or explain the configuration", engine=False
+    ),
+    "transports": Command(
+        "asyncmoe.cli.transports_command", "list or compare the transports", engine=False
     ),
     "doctor": Command("asyncmoe.cli.doctor", "try what works on this machine", engine=False),
 }
@@ -52,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_standard_streams()
     # The store where ranks meet logs a stack trace for every connection that ends.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # Imports make a million objects, none of them garbage: look through them seldom.
+    gc.set_threshold(GC_THRESHOLD, *gc.get_threshold()[1:])
     # At exit the collector would go through all objects of torch, which takes about two seconds.
     atexit.register(gc.freeze)
     try:

@@ -1,20 +1,125 @@
-"""Where the ranks' time went, as a table: from two reports of every rank's counters."""
+"""Where the ranks' time went, as figures and as a table: from two reports of every rank's counters.
+
+A rank has two timelines, its device's and its loop's, which run beside each other: each adds up to
+the whole time between the reports. The CPU time of a loop is hidden as far as its device computes
+meanwhile; what is not hidden cannot be longer than the device's wait, so that `hidden` is a lower
+bound of the share. With several ranks the device also waits for rows of other ranks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 Report = Mapping[str, Any]  # the counters of one rank by name
 
-_KINDS = ("attention", "expert", "head")
+KINDS = ("attention", "expert", "head")
 
 
-def time_table(before: Mapping[int, Report], after: Mapping[int, Report]) -> str:
-    """One column per rank that is in both. Compute runs beside the loop: each adds up to 100 %."""
+@dataclass(frozen=True, slots=True)
+class Account:
+    """One rank's time between two reports, in seconds, and what it did in it."""
+
+    whole_s: float
+    compute_s: dict[str, float]  # of the device, by kind of stage
+    prepare_s: float  # CPU time of the loop, as the next three
+    finish_s: float
+    receive_s: float
+    other_s: float
+    batches: dict[str, int]
+    rows: dict[str, int]
+    parcels: int
+    sent_bytes: int
+
+    @classmethod
+    def between(cls, before: Report, after: Report) -> Account:
+        """From the counters at both ends."""
+        numbers = [key for key, value in after.items() if isinstance(value, int | float)]
+        spent = {key: after[key] - before[key] for key in numbers if key in before}
+        prepare_s, finish_s = (
+            sum(spent[f"{kind}_{part}_s"] for kind in KINDS) for part in ("prepare", "finish")
+        )
+        cpu_s = spent["loop_user_s"] + spent["loop_system_s"]
+        return cls(
+            whole_s=max(spent["loop_s"], 1e-9),
+            compute_s={kind: spent[f"{kind}_compute_s"] for kind in KINDS},
+            prepare_s=prepare_s,
+            finish_s=finish_s,
+            receive_s=spent["receive_s"],
+            other_s=max(0.0, cpu_s - prepare_s - finish_s - spent["receive_s"]),
+            batches={kind: spent[f"{kind}_batches"] for kind in KINDS},
+            rows={kind: spent[f"{kind}_rows"] for kind in KINDS},
+            parcels=spent["sent_parcels"],
+            sent_bytes=spent["sent_bytes"],
+        )
+
+    @property
+    def waiting_s(self) -> float:
+        """The device's time without a kernel."""
+        return max(0.0, self.whole_s - sum(self.compute_s.values()))
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU time of the loop: all Python of the rank but for what is inside a step."""
+        return self.prepare_s + self.finish_s + self.receive_s + self.other_s
+
+    @property
+    def idle_s(self) -> float:
+        """The loop's time without work."""
+        return max(0.0, self.whole_s - self.cpu_s)
+
+    @property
+    def hidden(self) -> float:
+        """The least share of the loop's CPU time during which the device computed; 0 to 1."""
+        return 1 - min(self.cpu_s, self.waiting_s) / self.cpu_s if self.cpu_s > 0 else 1.0
+
+    def times_s(self) -> dict[str, float]:
+        """The lines of the table, device first."""
+        return {
+            **{f"compute: {kind}": seconds for kind, seconds in self.compute_s.items()},
+            "compute: waiting for rows": self.waiting_s,
+            "loop: choose and prepare batches": self.prepare_s,
+            "loop: route rows and post parcels": self.finish_s,
+            "loop: take parcels in": self.receive_s,
+            "loop: network, front end": self.other_s,
+            "loop: idle": self.idle_s,
+        }
+
+    def figures(self, steps: float) -> dict[str, Any]:
+        """For JSON: milliseconds per step, and shares of the whole time."""
+
+        def ms(seconds: float) -> float:
+            return 1e3 * seconds / steps
+
+        return {
+            "whole_ms": ms(self.whole_s),
+            "compute_ms": {kind: ms(seconds) for kind, seconds in self.compute_s.items()},
+            "waiting_ms": ms(self.waiting_s),
+            "prepare_ms": ms(self.prepare_s),
+            "finish_ms": ms(self.finish_s),
+            "receive_ms": ms(self.receive_s),
+            "other_ms": ms(self.other_s),
+            "idle_ms": ms(self.idle_s),
+            "outside_kernels_share": self.waiting_s / self.whole_s,
+            "hidden_share": self.hidden,
+            "batches": self.batches,
+            "rows": self.rows,
+            "parcels": self.parcels,
+            "sent_bytes": self.sent_bytes,
+        }
+
+
+def accounts(before: Mapping[int, Report], after: Mapping[int, Report]) -> dict[int, Account]:
+    """Of each rank that is in both, in order."""
     ranks = sorted(set(before) & set(after))
-    columns = [_column(before[rank], after[rank]) for rank in ranks]
-    rows = [["", *(f"rank {rank}" for rank in ranks)]]
+    return {rank: Account.between(before[rank], after[rank]) for rank in ranks}
+
+
+def time_table(of_ranks: Mapping[int, Account], steps: float | None = None) -> str:
+    """One column per rank. Times are of it all, or with `steps` of one step."""
+    columns = [_column(account, steps) for account in of_ranks.values()]
+    rows = [["", *(f"rank {rank}" for rank in of_ranks)]]
     names = columns[0] if columns else ()
     rows += [[name, *(column[name] for column in columns)] for name in names]
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
@@ -26,27 +131,19 @@ def _line(row: list[str], widths: list[int]) -> str:
     return "  ".join([row[0].ljust(len(name)), *cells])
 
 
-def _column(before: Report, after: Report) -> dict[str, str]:
+def _column(account: Account, steps: float | None) -> dict[str, str]:
     """The cells of one rank, by the name of their row."""
-    spent = {key: after[key] - before[key] for key in after if key in before}
-    whole_s = max(spent["loop_s"], 1e-9)
 
-    def share(seconds: float) -> str:
-        return f"{seconds * 1e3:.0f} ms {seconds / whole_s:4.0%}"
+    def cell(seconds: float) -> str:
+        ms = 1e3 * seconds
+        amount = f"{ms:.0f} ms" if steps is None else f"{ms / steps:.2f} ms"
+        return f"{amount} {seconds / account.whole_s:4.0%}"
 
-    compute = {kind: spent[f"{kind}_compute_s"] for kind in _KINDS}
-    prepare_s = sum(spent[f"{kind}_prepare_s"] for kind in _KINDS)
-    finish_s = sum(spent[f"{kind}_finish_s"] for kind in _KINDS)
-    receive_s = spent["receive_s"]
-    cells = {f"compute: {kind}": share(seconds) for kind, seconds in compute.items()}
-    cells["compute: waiting for rows"] = share(whole_s - sum(compute.values()))
-    cells["loop: choose and prepare batches"] = share(prepare_s)
-    cells["loop: route rows and post parcels"] = share(finish_s)
-    cells["loop: take parcels in"] = share(receive_s)
-    cells["loop: network, front end, idle"] = share(whole_s - prepare_s - finish_s - receive_s)
-    for kind in _KINDS:
-        batches, rows = spent[f"{kind}_batches"], spent[f"{kind}_rows"]
+    cells = {name: cell(seconds) for name, seconds in account.times_s().items()}
+    cells["loop: hidden behind compute, at least"] = f"{account.hidden:.0%}"
+    for kind in KINDS:
+        batches, rows = account.batches[kind], account.rows[kind]
         cells[f"{kind} batches x mean rows"] = f"{batches} x {rows / max(batches, 1):.1f}"
-    cells["parcels sent"] = str(spent["sent_parcels"])
-    cells["bytes sent"] = f"{spent['sent_bytes'] / 1e6:.2f} MB"
+    cells["parcels sent"] = str(account.parcels)
+    cells["bytes sent"] = f"{account.sent_bytes / 1e6:.2f} MB"
     return cells

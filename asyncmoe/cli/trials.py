@@ -13,7 +13,7 @@ import torch
 
 from asyncmoe import registry
 from asyncmoe.directory import MemoryDirectory
-from asyncmoe.errors import AsyncMoeError, MissingDependency
+from asyncmoe.errors import AsyncMoeError, MissingDependency, MissingHardware
 from asyncmoe.transport import (
     Arrival,
     Limits,
@@ -30,7 +30,7 @@ ROWS, HIDDEN = 4, 64
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """How a try ended: `works`, `missing` (something to install) or `broken`."""
+    """How a try ended: `works`, `missing` (a library or a device) or `broken`."""
 
     name: str
     status: str
@@ -52,7 +52,7 @@ def try_transports() -> list[Trial]:
 async def _tried(name: str, work: Coroutine[Any, Any, str]) -> Trial:
     try:
         return Trial(name, "works", await asyncio.wait_for(work, TRIAL_S))
-    except MissingDependency as error:
+    except (MissingDependency, MissingHardware) as error:
         return Trial(name, "missing", str(error))
     except TimeoutError as error:
         return Trial(name, "broken", str(error) or f"no end within {TRIAL_S:g} s")
@@ -87,13 +87,15 @@ async def _exchange(name: str) -> str:
     try:
         await asyncio.gather(*(end.transport.start(end) for end in ends))
         for end, other in (ends, ends[::-1]):
-            end.transport.post(1 - end.rank, _parcel(fill=end.rank + 1))
+            end.transport.post(1 - end.rank, _parcel(end.rank + 1, end.device))
             end.transport.send(1 - end.rank, b"hello")
             if await other.payload_sum != ROWS * HIDDEN * (end.rank + 1):
                 raise AsyncMoeError(f"a parcel of rank {end.rank} arrived changed")
             if await other.message != b"hello":
                 raise AsyncMoeError(f"a message of rank {end.rank} arrived changed")
-        return "two ranks exchanged parcels and messages on loopback"
+        chosen = ends[0].transport.carriers().get(1)
+        over = f", over {chosen}" if chosen else ""
+        return f"two ranks exchanged parcels and messages on loopback{over}"
     finally:
         await asyncio.gather(*(end.transport.close() for end in ends))
 
@@ -104,11 +106,13 @@ class _End(Receiver):
     def __init__(self, kind: type[Transport], rank: int, directory: MemoryDirectory) -> None:
         loop = asyncio.get_running_loop()
         self.rank = rank
+        on_cpu = "cpu" in kind.device_types
+        self.device = torch.device("cpu") if on_cpu else torch.device(kind.device_types[0], rank)
         self.payload_sum: asyncio.Future[float] = loop.create_future()
         self.message: asyncio.Future[bytes] = loop.create_future()
         self.transport = kind(
             TransportContext(
-                rank, 2, directory, Limits(), torch.device("cpu"), b"doctor", start_timeout_s=10.0
+                rank, 2, directory, Limits(), self.device, b"doctor", start_timeout_s=10.0
             )
         )
 
@@ -126,7 +130,7 @@ class _End(Receiver):
                 future.exception()  # at an orderly end nobody waits for it any more
 
 
-def _parcel(fill: int) -> Parcel:
+def _parcel(fill: int, device: torch.device) -> Parcel:
     each = np.arange(ROWS)
     return Parcel(
         kind=ParcelClass.DISPATCH,
@@ -134,7 +138,7 @@ def _parcel(fill: int) -> Parcel:
         slot=each.astype(np.uint32),
         epoch=np.zeros(ROWS, np.uint32),
         part=np.zeros(ROWS, np.uint8),
-        payload=torch.full((ROWS, HIDDEN), float(fill)),
+        payload=torch.full((ROWS, HIDDEN), float(fill), device=device),
         fanout=np.ones(ROWS, np.uint8),
         expert=each.astype(np.uint16),
         weight=np.ones(ROWS, np.float32),

@@ -1,26 +1,16 @@
-"""Chat messages to a prompt, with the Jinja template that a checkpoint brings.
-
-The environment is the one that templates on model hubs are written for: trimmed blocks, loop
-controls, `raise_exception`, `strftime_now`, a `tojson` that escapes no HTML, `{% generation %}`.
-It is sandboxed, since a template comes with the weights and not from the operator.
-"""
+"""Chat messages to a prompt, with the Jinja template that a checkpoint brings."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
-
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
+from typing import TYPE_CHECKING, Any, Final
 
 from asyncmoe.errors import CheckpointError, RequestError
+
+if TYPE_CHECKING:
+    import jinja2
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
 NAMED_TEMPLATES: Final = "additional_chat_templates"
@@ -101,18 +91,10 @@ class ChatTemplates:
 
     @cached_property
     def _compiled(self) -> dict[str, jinja2.Template]:
-        environment = _environment()
-        compiled = {}
-        for name, source in self._sources.items():
-            try:
-                compiled[name] = environment.from_string(source)
-            except jinja2.TemplateSyntaxError as error:
-                raise RequestError(
-                    f"chat template {name!r} of {self._directory} is not valid, line "
-                    f"{error.lineno}: {error.message}",
-                    "messages",
-                ) from error
-        return compiled
+        # jinja2 takes a while to import, and only chats need it
+        from asyncmoe.frontend.templateenv import compile_templates
+
+        return compile_templates(self._sources, self._directory)
 
 
 def _from_config(directory: Path, value: object) -> dict[str, str]:
@@ -164,43 +146,3 @@ def _part_text(index: int, part: object) -> str:
                 'as {"type": "text", "text": ...}',
                 "messages",
             )
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what the assistant said, for training; here it is transparent."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance's set
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> jinja2.Environment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _tojson(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)

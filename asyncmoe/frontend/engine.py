@@ -51,6 +51,9 @@ class FrontEndRank(Protocol):
     def send(self, rank: int, message: Message) -> None:
         """Send to any rank, rank 0 included. Raises `PeerLost`."""
 
+    def carriers(self) -> dict[int, str]:
+        """See `Transport`."""
+
     async def close(self) -> None:
         """Stop rank 0."""
 
@@ -314,8 +317,10 @@ class AsyncEngine:
 
     @property
     def transport_name(self) -> str:
-        """The transport that the ranks use."""
-        return self.config.transport.name or "inproc"
+        """The transport that the ranks use, and in brackets what it chose for rank 0's pairs."""
+        name = self.config.transport.name or "inproc"
+        chosen = sorted(set(self.rank.carriers().values()))
+        return f"{name} ({', '.join(chosen)})" if chosen else name
 
     @property
     def running(self) -> int:

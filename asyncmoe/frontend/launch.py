@@ -178,7 +178,7 @@ async def _join(
 
 def _checked(config: Config, size: int) -> Config:
     """`config` with the transport's name filled in, and all names known, before a rank starts."""
-    name = config.transport.name or ("inproc" if size == 1 else "tcp")
+    name = config.transport.name or ("inproc" if size == 1 else "auto")
     registry.find("transports", name)
     registry.find("schedulers", config.scheduler.name)
     registry.find("devices", config.device.name)

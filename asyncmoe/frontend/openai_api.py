@@ -15,6 +15,7 @@ from dataclasses import fields, replace
 from http import HTTPStatus
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
+import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from asyncmoe.errors import RequestError
@@ -323,6 +324,16 @@ class Envelope:
         """One object of a stream."""
         kind = "chat.completion.chunk" if self._kind == "chat.completion" else self._kind
         return {**self._head(kind), "choices": choices}
+
+    def chunk_around(self, rest: Mapping[str, Any]) -> tuple[bytes, bytes]:
+        """The JSON of a stream's objects with one choice each, before and behind that choice.
+
+        `rest` is what they hold besides.
+        """
+        whole = orjson.dumps({**self.chunk([]), **rest})
+        # Text in a value cannot hold this: its quotes are escaped.
+        before, _, behind = whole.partition(b'"choices":[]')
+        return before + b'"choices":[', b"]" + behind
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self._created, "model": self._model}
