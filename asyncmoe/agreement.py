@@ -42,7 +42,7 @@ def fingerprint(
         "the version of asyncmoe": version("asyncmoe"),
         "model.name's config.json": _digest(orjson.dumps(dict(checkpoint.config), option=_SORTED)),
         "model.name's weights": checkpoint.source.identity(),
-        "transport.name": config.transport.name or "tcp",  # rank 0 has filled it in
+        "transport.name": config.transport.name or "auto",  # rank 0 has filled it in
         "placement.roles": _short(",".join(placement.roles)),
         "placement (owner of each expert)": _digest(placement.owner.tobytes()),
     }

@@ -38,6 +38,10 @@ class MissingDependency(AsyncMoeError):
         super().__init__(f"{what} needs {library}, which is not installed: pip install {install}")
 
 
+class MissingHardware(AsyncMoeError):
+    """This machine lacks a device, or enough of them; nothing that can be installed helps."""
+
+
 class CheckpointError(AsyncMoeError):
     """A checkpoint directory is missing something, or holds something it should not."""
 

@@ -6,9 +6,10 @@ import asyncio
 import logging
 import resource
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
 from functools import partial
+from traceback import format_exception
 from typing import Any
 
 import numpy as np
@@ -234,7 +235,7 @@ class Rank:
 
     def _make_transport(self, limits: Limits, deadline: Deadline) -> Transport:
         config = self.config
-        name = config.transport.name or ("inproc" if self.world == 1 else "tcp")
+        name = config.transport.name or ("inproc" if self.world == 1 else "auto")
         return find("transports", name)(
             TransportContext(
                 rank=self.rank,
@@ -335,6 +336,10 @@ class Rank:
             self._receptor.left(source, rows)
             self.send(source, Credit(rows))
 
+    def carriers(self) -> dict[int, str]:
+        """What moves the parcels of each peer, where the transport chooses."""
+        return self.transport.carriers()
+
     def stats(self) -> dict[str, Any]:
         """Counters and gauges of this rank by name."""
         cpu = resource.getrusage(resource.RUSAGE_THREAD)
@@ -352,6 +357,9 @@ class Rank:
             "queued_rows": int(self.queues.rows.sum()),
             "weight_bytes": self.model.weight_bytes(),
         }
+        carriers = self.carriers()
+        if carriers:
+            out["carriers"] = {str(peer): name for peer, name in carriers.items()}
         if self.home is not None:
             out |= {
                 "running_requests": self.home.running,
@@ -372,25 +380,30 @@ class Rank:
         if self._closing:
             arrival.release()
             return
-        with self._fatal_faults("a parcel", arrival.source):
-            self._receptor.take(arrival)
-
-    @contextmanager
-    def _fatal_faults(self, what: str, source: int) -> Iterator[None]:
-        """A fault of ours while rows are taken in would leave their requests waiting for ever."""
         try:
-            yield
+            self._receptor.take(arrival)
         except ProtocolError:
             raise  # the peer's fault, which costs it the connection
         except Exception as error:
-            log.exception("rank %d failed on %s of rank %d", self.rank, what, source)
-            self._stop(AsyncMoeError(f"it failed on {what} of rank {source}: {error}"))
+            self._fail(error, "a parcel", arrival.source)
+
+    def _fail(self, error: Exception, what: str, source: int) -> None:
+        """A fault of ours while rows are taken in would leave their requests waiting for ever."""
+        # As text: a log record with the traceback would keep the parcel and its memory alive.
+        trace = "".join(format_exception(error))
+        log.error("rank %d failed on %s of rank %d\n%s", self.rank, what, source, trace)
+        self._stop(AsyncMoeError(f"it failed on {what} of rank {source}: {error}"))
 
     def on_message(self, source: int, message: bytes) -> None:
         """See `Receiver`."""
-        if not self._closing:
-            with self._fatal_faults("a message", source):
-                self._handle(source, decode(message))
+        if self._closing:
+            return
+        try:
+            self._handle(source, decode(message))
+        except ProtocolError:
+            raise
+        except Exception as error:
+            self._fail(error, "a message", source)
 
     def on_peer_lost(self, peer: int, error: Exception) -> None:
         """See `Receiver`. Requests that cannot go on without the peer end with its name."""
@@ -445,6 +458,15 @@ class Rank:
     def after_running(self, callback: Callable[[], None]) -> None:
         """See `Host`."""
         self.executor.after_running(callback)
+
+    def soon(self, callback: Callable[[], None]) -> None:
+        """See `Host`."""
+        self._loop.call_soon(callback)
+
+    @property
+    def computing(self) -> bool:
+        """See `Host`."""
+        return self.executor.computing
 
     def _stop(self, error: Exception | None) -> None:
         if self.stopped.done():

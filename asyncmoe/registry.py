@@ -3,7 +3,8 @@
 The group "schedulers" is the entry-point group `asyncmoe.schedulers`, and likewise "transports",
 "models" and "devices". Built-ins register in the project's own metadata exactly as a third party's
 package does in its own. `path/to/file.py:Class` names a class in a plain file instead, for every
-group.
+group. A class that wraps others of its group (it has `around`) is named with the one that it wraps:
+`impaired:tcp`.
 """
 
 from __future__ import annotations
@@ -60,6 +61,9 @@ def find(group: str, name: str) -> type[Any]:
     Raises `UnknownName` (for the group too), `MissingDependency` if the implementation needs a
     library that is not installed, and `ConfigError` for anything else that is wrong with it.
     """
+    outer, separator, inner = name.partition(":")
+    if separator and outer in _entries(group):
+        return _around(group, outer, inner)
     path, separator, class_name = name.rpartition(":")
     if separator and path.endswith(".py"):
         return _from_file(group, Path(path).expanduser().resolve(), class_name)
@@ -128,6 +132,15 @@ def _entries(group: str) -> dict[str, list[EntryPoint]]:
     if group not in groups:
         raise UnknownName("registry group", group, groups)
     return groups[group]
+
+
+@cache
+def _around(group: str, outer: str, inner: str) -> type[Any]:
+    """The class `outer`, made to wrap the class `inner`, as in "impaired:tcp"."""
+    kind = _from_entry_point(group, outer)
+    if not hasattr(kind, "around"):
+        raise ConfigError(f"{_noun(group)} {outer!r} wraps no other, so {outer}:{inner} is none")
+    return _checked(group, kind.around(find(group, inner)), f"{_noun(group)} {outer}:{inner}")
 
 
 @cache

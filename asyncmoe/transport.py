@@ -6,11 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from asyncmoe.errors import ConfigError
 
 
 class ParcelClass(IntEnum):
@@ -92,7 +94,9 @@ class Parcel:
 class Arrival:
     """A parcel whose payload is visible to the compute device.
 
-    `payload` lies in leased memory: call `release` exactly once, after the last read.
+    `payload` lies in leased memory, which may be read-only or another rank's: never write to it,
+    and call `release` exactly once, after the last read. A transport may take no more parcels of
+    this class and peer while too many of its arrivals are held; others do not wait for them.
     """
 
     source: int
@@ -183,6 +187,13 @@ class TransportContext:
     start_timeout_s: float = 60.0
     peer_timeout_s: float = 30.0  # a silent peer is lost after this; heartbeats keep it alive
     options: dict[str, Any] = field(default_factory=dict)  # the keys of `[transport.options]`
+    peers: frozenset[int] | None = None  # ranks to connect to; None: all others
+
+    @property
+    def others(self) -> list[int]:
+        """The ranks that this one connects to, ascending."""
+        everyone = range(self.world) if self.peers is None else self.peers
+        return sorted(set(everyone) - {self.rank})
 
 
 class Transport(ABC):
@@ -197,6 +208,8 @@ class Transport(ABC):
       `peer_timeout_s`; all other peers are unaffected;
     - a malformed frame costs its sender the connection and nobody else anything.
     """
+
+    device_types: ClassVar[tuple[str, ...]] = ("cpu",)  # of torch devices whose memory it moves
 
     def __init__(self, context: TransportContext) -> None:
         self.context = context
@@ -223,3 +236,18 @@ class Transport(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Flush what is queued (bounded by `peer_timeout_s`), then disconnect. Idempotent."""
+
+    def cut(self, peer: int, reason: str) -> None:
+        """Lose the connection to `peer` as a broken network would: for experiments and tests.
+
+        Raises `ConfigError` where the transport has no way to.
+        """
+        raise ConfigError(f"{type(self).__name__} cannot cut the connection to a rank")
+
+    def abort(self) -> None:
+        """Disconnect from all peers at once, as a crash would. Raises `ConfigError` likewise."""
+        raise ConfigError(f"{type(self).__name__} cannot disconnect without closing")
+
+    def carriers(self) -> dict[int, str]:
+        """Where a transport chooses for each peer: the name of what moves that peer's parcels."""
+        return {}

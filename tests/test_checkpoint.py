@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -270,3 +271,27 @@ def test_dummy_weights_need_a_config_alone(single: Path) -> None:
     assert logits.shape == (3, 384)
     assert logits.isfinite().all()
     assert runner.home.spec.dtype == torch.bfloat16
+
+
+def test_reading_keeps_no_part_of_the_file_in_memory() -> None:
+    path = cached_checkpoint("olmoe")
+    with SafetensorsSource(path) as source:
+        weight = source.read("lm_head.weight", (384, 64))
+        assert str(path) not in Path("/proc/self/maps").read_text()
+    expected = load_file(path / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(weight, expected)
+
+
+def test_some_rows_are_those_of_the_whole() -> None:
+    with SafetensorsSource(cached_checkpoint("olmoe")) as source:
+        whole = source.read("lm_head.weight", (384, 64))
+        assert torch.equal(source.read("lm_head.weight", (384, 64), slice(5, 9)), whole[5:9])
+        assert source.read("lm_head.weight", (384, 64), slice(7, 7)).shape == (0, 64)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "olmoe")
+    with SafetensorsSource(tmp_path) as source:
+        os.truncate(tmp_path / "model.safetensors", 20_000)
+        with pytest.raises(CheckpointError, match="was cut off while it was read"):
+            source.read("lm_head.weight", (384, 64))

@@ -11,12 +11,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from asyncmoe.cli import main as command_line
-from asyncmoe.cli.timetable import time_table
 from asyncmoe.sampling import SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.servedmodel import make_served_checkpoint
@@ -148,7 +146,7 @@ def test_two_ranks_print_what_one_does(served: Path, capsys: pytest.CaptureFixtu
     )
     two = json.loads(done.stdout)
     assert two["token_ids"] == one["token_ids"]
-    assert (two["ranks"], two["scheduler"], two["transport"]) == (2, "mtfs", "tcp")
+    assert (two["ranks"], two["scheduler"], two["transport"]) == (2, "mtfs", "auto (shm)")
 
 
 def test_an_interrupt_ends_generate_with_nothing_left(served: Path) -> None:
@@ -222,24 +220,7 @@ def test_the_demo_shows_an_answer_a_rate_and_where_the_time_went(served: Path) -
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )
     assert done.returncode == 0, done.stderr
-    assert "2 ranks over tcp and a server at http://127.0.0.1:" in done.stdout
+    assert "2 ranks over auto (shm) and a server at http://127.0.0.1:" in done.stdout
     assert re.search(r"tokens in [\d.]+ s over HTTP: [\d.]+ tokens/s", done.stdout)
     assert re.search(r"rank 0 +rank 1", done.stdout)
     assert done.stdout.endswith("stopped\n")
-
-
-def report(**changes: Any) -> dict[str, Any]:
-    zero = {f"{kind}_{name}": 0 for kind in ("attention", "expert", "head")
-            for name in ("batches", "rows", "compute_s", "prepare_s", "finish_s")}  # fmt: skip
-    rest = {"receive_s": 0.0, "loop_s": 0.0, "sent_parcels": 0, "sent_bytes": 0}
-    return {**zero, **rest, **changes}
-
-
-def test_the_time_table_shows_differences_as_shares_of_the_time_between() -> None:
-    before = {0: report(loop_s=5.0, attention_compute_s=1.0)}
-    after = {0: report(loop_s=7.0, attention_compute_s=1.5, attention_batches=4, attention_rows=10)}
-    rows = [re.split(r" {2,}", line, maxsplit=1) for line in time_table(before, after).split("\n")]
-    lines = {name: cells.split() for name, cells in rows}
-    assert lines["compute: attention"] == ["500", "ms", "25%"]
-    assert lines["compute: waiting for rows"] == ["1500", "ms", "75%"]
-    assert lines["attention batches x mean rows"] == ["4", "x", "2.5"]

@@ -169,3 +169,8 @@ def test_explanation_has_the_parameters_of_each_scheduler() -> None:
     names = {each["name"] for each in explained["defrag_aging"]["parameters"]}
     assert "patience" in names
     assert explained["mtfs"]["parameters"] == []
+
+
+def test_the_switches_of_the_compiled_parts_are_no_keys() -> None:
+    environ = {"ASYNCMOE_COMPILED": "0", "ASYNCMOE_BUILD_JOBS": "2"}
+    assert configfile.load(environ=environ) == configfile.load(environ={})

@@ -151,7 +151,8 @@ def combine(bench: Bench, *sources: tuple[int, list[int]]) -> list[Parcel]:
     ]
     local = np.zeros(8, np.int64)
     step = expert_step(None, 1, 0, segments, local, 1, False)  # type: ignore[arg-type]
-    out = torch.from_numpy(step.slot.astype(np.float32))[:, None].repeat(1, 2)
+    slot = np.concatenate([segment.parcel.slot for segment in step.segments])
+    out = torch.from_numpy(slot.astype(np.float32))[:, None].repeat(1, 2)
     return bench.dispatcher.combine(step, out)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from asyncmoe import native
 from tests.checkpoints import FAMILIES, VOCAB, make_checkpoint, reference_greedy
 from tests.cluster import cluster
 
@@ -19,7 +20,9 @@ SETTINGS = [
     (1, "inproc", "mtfs", "per_expert"),
     (2, "inproc", "flfs", "per_rank"),
     (2, "tcp", "defrag_aging", "per_expert"),
+    (2, "shm", "defrag_aging", "per_rank"),
     (3, "tcp", "defrag", "per_rank"),
+    (3, "shm", "flfs", "per_expert"),
     (3, "inproc", "mtfs", "per_expert"),
     (4, "tcp", "defrag_cyclic", "per_rank"),
     (4, "inproc", "defrag_aging", "per_expert"),
@@ -84,6 +87,16 @@ async def test_requests_one_by_one_give_the_same_tokens(
     some = slice(0, 32, 7)
     sections = config(checkpoint, "inproc", "defrag_aging", "per_rank")
     assert await answers(PROMPTS[some], True, ranks, **sections) == expected[some]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+async def test_without_compiled_kernels_the_tokens_are_the_same(
+    checkpoint: Path, expected: list[list[int]], ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "kernels", None)
+    some = slice(0, 32, 5)
+    sections = config(checkpoint, "inproc", "defrag_aging", "per_rank")
+    assert await answers(PROMPTS[some], False, ranks, **sections) == expected[some]
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

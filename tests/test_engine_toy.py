@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from asyncmoe import native
 from asyncmoe.errors import AsyncMoeError
 from tests import toymodel
 from tests.cluster import cluster
@@ -28,12 +29,39 @@ def sections(**changes: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("combine", ["per_rank", "per_expert"])
-@pytest.mark.parametrize("transport", ["inproc", "tcp"])
+@pytest.mark.parametrize("transport", ["inproc", "tcp", "gloo", "shm", "auto"])
 async def test_tokens_are_exact_over_ranks_and_parts(
     ranks: int, combine: str, transport: str
 ) -> None:
     config = sections(engine={"combine": combine}, transport={"name": transport})
     async with cluster(ranks, toymodel.checkpoint(), **config) as engine:
+        ids = [engine.submit(prompt, max_tokens=6) for prompt in PROMPTS]
+        await engine.ended(*ids)
+        for request_id, prompt in zip(ids, PROMPTS, strict=True):
+            assert engine.tokens[request_id] == toymodel.reference(prompt, 6, toymodel.spec())
+        await engine.settled()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"jitter_ms": 2, "reorder": 0.2, "duplicate": 0.2, "mbit_per_s": 100}]
+)
+async def test_tokens_are_exact_over_bad_links(options: dict[str, Any]) -> None:
+    config = sections(transport={"name": "impaired:tcp", "options": options})
+    async with cluster(3, toymodel.checkpoint(), **config) as engine:
+        ids = [engine.submit(prompt, max_tokens=6) for prompt in PROMPTS]
+        await engine.ended(*ids)
+        for request_id, prompt in zip(ids, PROMPTS, strict=True):
+            assert engine.tokens[request_id] == toymodel.reference(prompt, 6, toymodel.spec())
+        await engine.settled()
+
+
+@pytest.mark.parametrize("combine", ["per_rank", "per_expert"])
+async def test_tokens_are_exact_without_the_compiled_columns(
+    combine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "columns", None)
+    config = sections(engine={"combine": combine}, transport={"name": "tcp"})
+    async with cluster(3, toymodel.checkpoint(), **config) as engine:
         ids = [engine.submit(prompt, max_tokens=6) for prompt in PROMPTS]
         await engine.ended(*ids)
         for request_id, prompt in zip(ids, PROMPTS, strict=True):

@@ -20,6 +20,7 @@ from asyncmoe.sampling import SamplingParams
 from asyncmoe.samplingtable import SamplingTable
 from asyncmoe.stage import StageChain
 from asyncmoe.tokentable import TokenTable
+from asyncmoe.transport import Parcel, ParcelClass
 from tests import toymodel
 from tests.cluster import Cluster, cluster
 from tests.test_engine_toy import PROMPTS, SMALL, sections
@@ -62,6 +63,13 @@ class Desk:
             callback()
         else:
             self.running.append(callback)
+
+    def soon(self, callback: Callable[[], None]) -> None:
+        callback()
+
+    @property
+    def computing(self) -> bool:
+        return self.running is not None
 
     def batch_ends(self) -> None:
         callbacks, self.running = self.running or [], None
@@ -188,6 +196,27 @@ def test_kv_blocks_are_free_only_when_the_running_batches_have_ended() -> None:
     assert (desk.pool.free_blocks, desk.home.waiting) == (0, 1)
     desk.batch_ends()
     assert (desk.pool.free_blocks, desk.home.waiting) == (3, 0)
+
+
+def arrive(desk: Desk, freed: list[int], number: int) -> None:
+    """The first of two parts of slot `number` arrives, in memory that is lent."""
+    slots = np.array([number])
+    desk.table.expect(slots, 1, np.array([2]))
+    one = slots.astype(np.uint32), np.zeros(1, np.uint32), np.zeros(1, np.uint8), torch.ones(1, 1)
+    desk.home.take_in(Parcel(ParcelClass.COMBINE, 1, *one), lambda: freed.append(number))
+
+
+def test_memory_of_arrived_rows_goes_back_though_nothing_runs_that_needs_them() -> None:
+    desk, freed = Desk(), list[int]()
+    arrive(desk, freed, 0)
+    assert freed == [0]
+    desk.running = []  # from here on a batch is with the device: it may copy them
+    arrive(desk, freed, 1)
+    desk.home.let_go()
+    assert freed == [0]
+    arrive(desk, freed, 2)
+    desk.home.let_go()  # a second batch has ended, and none has copied them
+    assert freed == [0, 1, 2]
 
 
 def test_ending_a_request_twice_or_one_that_never_was_changes_nothing() -> None:

@@ -395,6 +395,9 @@ class _Sink:
     def on_filled(self) -> None:
         pass
 
+    def on_notice(self) -> None:
+        pass
+
     def on_lost(self, error: PeerLost) -> None:
         self.lost.set()
 
@@ -415,3 +418,20 @@ def test_whatever_a_peer_sends_a_link_ends_orderly(pieces: list[bytes]) -> None:
         assert ours.fileno() == -1
 
     asyncio.run(run())
+
+
+async def test_a_reset_behind_bytes_that_arrived_is_noticed_at_once() -> None:
+    cluster = Cluster("shm", 2)  # over unix sockets, which are reset by an end with unread bytes
+    await cluster.start()
+    loop = asyncio.get_running_loop()
+    cluster.ranks[1].send(0, b"last words")
+    link = cluster.ranks[1]._peers[0].link
+    loop.remove_reader(link._sock)
+    cluster.ranks[0].send(1, b"never read")
+    begin_s = loop.time()
+    cluster.ranks[1].abort()
+    receiver = cluster.receivers[0]
+    await receiver.until(lambda: receiver.lost)
+    assert receiver.messages == [(1, b"last words")]
+    assert loop.time() - begin_s < 1.0  # not by the next heartbeat but one
+    await cluster.close()

@@ -243,7 +243,7 @@ def test_a_nan_row_does_not_spread_to_rows_that_lack_a_part() -> None:
 @pytest.mark.parametrize("renormalise", [False, True])
 def test_the_router_takes_the_largest_of_a_softmax(renormalise: bool) -> None:
     gate, x = normal(8, 16, seed=1), normal(5, 16, seed=2)
-    router = SoftmaxRouter(Linear(gate), 3, renormalise=renormalise, round_to=torch.bfloat16)
+    router = SoftmaxRouter(gate, None, 3, renormalise=renormalise, round_to=torch.bfloat16)
 
     experts, weights = router(x)
 
@@ -274,8 +274,8 @@ def three_threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("three_threads")
-@pytest.mark.parametrize("pack", [False, True])
-def test_a_row_is_the_same_among_any_number_of_rows_and_threads(pack: bool) -> None:
+@pytest.mark.parametrize("pack", [None, False, True])
+def test_a_row_is_the_same_among_any_number_of_rows_and_threads(pack: bool | None) -> None:
     layer, x = Linear(normal(1024, 40, seed=1), pack=pack), normal(300, 40, seed=2)
 
     def run(rows: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from asyncmoe import native
 from asyncmoe.checkpoint import open_checkpoint
 from asyncmoe.config import ModelConfig
 from asyncmoe.model import LoadPlan
@@ -54,10 +55,20 @@ def sequences(*lengths: int, seed: int = 3) -> list[list[int]]:
     return [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in lengths]
 
 
+@pytest.fixture(params=["compiled", "torch"])
+def stages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models that are loaded in this test run on kernels, or on torch alone."""
+    if request.param == "torch":
+        monkeypatch.setattr(native, "kernels", None)
+    elif native.kernels is None:
+        pytest.skip("the kernels are not built")
+
+
 def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
+@pytest.mark.usefixtures("stages")
 @pytest.mark.parametrize(("family", "switches"), SWITCHES, ids=str)
 def test_chunks_and_decode_steps_in_one_batch_give_the_logits_of_one_pass(
     family: str, switches: dict[str, Any]
@@ -71,6 +82,7 @@ def test_chunks_and_decode_steps_in_one_batch_give_the_logits_of_one_pass(
         assert relative(own, reference_logits(path, tokens)) < FLOAT32
 
 
+@pytest.mark.usefixtures("stages")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("top_k", [4, 16])
 def test_bfloat16_logits_are_those_of_transformers(family: str, top_k: int, tmp_path: Any) -> None:
@@ -103,6 +115,7 @@ def test_experts_over_three_plans_sum_to_the_whole(family: str) -> None:
     assert relative(logits, reference_logits(path, ids[0])) < FLOAT32
 
 
+@pytest.mark.usefixtures("stages")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_generate(family: str) -> None:
     path = cached_checkpoint(family)
@@ -135,6 +148,7 @@ def test_packed_and_plain_weights_give_the_same_tokens(
     assert relative(logits, reference_logits(path, ids[0])) < FLOAT32
 
 
+@pytest.mark.usefixtures("stages")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("pack", [None, False, True])
 def test_logits_alone_are_those_in_a_batch_of_32_bit_for_bit(
@@ -153,6 +167,7 @@ def test_logits_alone_are_those_in_a_batch_of_32_bit_for_bit(
         assert torch.equal(alone, together[i]), f"sequence {i} of {lengths[i]} tokens"
 
 
+@pytest.mark.usefixtures("stages")
 def test_dynamic_rope_beyond_the_trained_positions_follows_the_length(tmp_path: Any) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     path = make_checkpoint(

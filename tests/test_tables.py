@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
 import numpy as np
 import torch
 from hypothesis import given
@@ -10,6 +15,7 @@ from hypothesis import strategies as st
 from asyncmoe.chunks import NONE, ChunkTable
 from asyncmoe.kvcache import BlockPool
 from asyncmoe.tokentable import TokenTable
+from asyncmoe.transport import Parcel, ParcelClass
 
 STAGE = 3
 
@@ -101,6 +107,42 @@ def test_merge_ignores_what_an_earlier_token_left_in_a_part() -> None:
             )  # fmt: skip
     merged = table.merge(torch.from_numpy(slots), table.part_count[slots])
     assert merged.tolist() == [[1.0], [2.0]]
+
+
+def test_a_merge_waits_for_rows_that_another_thread_is_copying() -> None:
+    table, slots = table_waiting_for(1)
+    copying, go_on, copy = threading.Event(), threading.Event(), table._copy
+
+    def slowly(payload: torch.Tensor, place: np.ndarray) -> None:
+        copying.set()
+        assert go_on.wait(5)
+        copy(payload, place)
+
+    table._copy = slowly  # type: ignore[method-assign]
+    assert arrive(table, int(slots[0]), 0, 0) == slots.tolist()
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(table.settle)
+        assert copying.wait(5)
+        merged = pool.submit(table.merge, torch.from_numpy(slots), table.part_count[slots])
+        time.sleep(0.02)
+        go_on.set()
+        assert merged.result(5).tolist() == [[2.0, 3.0]]
+
+
+def test_arrived_memory_is_let_go_once_it_is_copied_or_at_once_if_no_row_is_taken() -> None:
+    table, slots = table_waiting_for(1)
+    one = np.zeros(1, np.uint32), np.zeros(1, np.uint8), torch.ones(1, 2)
+    freed: list[str] = []
+    slot = slots.astype(np.uint32)
+    for name in ("taken", "repeated"):
+        parcel = Parcel(ParcelClass.COMBINE, STAGE, slot, *one)
+        table.arrive(parcel, partial(freed.append, name))
+    assert freed == ["repeated"]
+    table.let_go()
+    assert freed == ["repeated"]
+    table.settle()
+    table.let_go()
+    assert freed == ["repeated", "taken"]
 
 
 @given(st.lists(st.integers(1, 5), max_size=30))

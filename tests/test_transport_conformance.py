@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
-import json
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +16,6 @@ from asyncmoe.errors import ParcelTooLarge, PeerLost, ProtocolError
 from asyncmoe.transport import Limits, ParcelClass
 from asyncmoe.wire import DTYPES
 from tests.transport_kit import (
-    BETWEEN_PROCESSES,
     TRANSPORTS,
     Cluster,
     assert_same,
@@ -230,6 +223,7 @@ async def test_a_fault_in_the_receiver_is_reported_and_the_next_parcel_arrives(
     await three.receivers[1].until(lambda: three.receivers[1].arrivals)
     assert three.receivers[1].stages(0) == [1]
     assert isinstance(faults[0]["exception"], KeyError)
+    faults.clear()  # its traceback keeps the parcel, and so the memory that it lies in
 
 
 async def test_a_parcel_beyond_the_limits_is_refused_where_it_is_posted(name: str) -> None:
@@ -249,7 +243,7 @@ async def test_a_parcel_beyond_the_limits_is_refused_where_it_is_posted(name: st
 
 async def test_a_frame_beyond_the_receivers_limits_costs_the_connection(name: str) -> None:
     cluster = Cluster(name, 2)
-    cluster.ranks[1].context = cluster.context(1, 2, limits=Limits(hidden=16))
+    cluster.ranks[1] = TRANSPORTS[name](cluster.context(1, 2, limits=Limits(hidden=16)))
     await cluster.start()
     cluster.ranks[0].post(1, make_parcel(0, hidden=8))
     await cluster.receivers[1].until(lambda: cluster.receivers[1].lost)
@@ -319,43 +313,3 @@ async def test_a_clean_close_leaves_nothing_behind(name: str) -> None:
 
 def _descriptors() -> list[str]:
     return sorted(entry for entry in os.listdir("/proc/self/fd"))
-
-
-def _run_processes(
-    transport: str, scenario: str, world: int, folder: Path, timeout_s: float = 90.0
-) -> list[dict[str, Any] | None]:
-    """Each rank's report, or None of one that was killed."""
-    command = [sys.executable, "-m", "tests.transport_worker", transport, scenario, str(world)]
-    root = Path(__file__).parents[1]
-    with subprocess.Popen([*command, str(folder)], cwd=root, start_new_session=True) as ranks:
-        try:
-            ranks.wait(timeout_s)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(ranks.pid, signal.SIGKILL)
-    reports = [folder / f"report-{rank}.json" for rank in range(world)]
-    return [json.loads(path.read_text()) if path.exists() else None for path in reports]
-
-
-@pytest.mark.parametrize("transport", BETWEEN_PROCESSES)
-def test_between_processes_everything_arrives_in_order_and_unchanged(
-    transport: str, tmp_path: Path
-) -> None:
-    reports = _run_processes(transport, "stream", 3, tmp_path)
-    for report in reports:
-        assert report == {"wrong": [], "arrived": 2 * 15, "lost": [], "live": 0, "failed_posts": 0}
-
-
-@pytest.mark.parametrize("transport", BETWEEN_PROCESSES)
-def test_a_process_killed_within_a_payload_is_lost_and_the_healthy_pair_goes_on(
-    transport: str, tmp_path: Path
-) -> None:
-    reports = _run_processes(transport, "kill", 3, tmp_path)
-    assert reports[2] is None
-    for report in reports[:2]:
-        assert report is not None
-        assert report["lost"] == [2]
-        assert report["from_victim"] == 0
-        assert report["detected_s"] < 5.0
-        assert report["arrived"] == 15
-        assert report["live"] == 0

@@ -10,17 +10,36 @@ import numpy as np
 import torch
 
 from asyncmoe.directory import MemoryDirectory
-from asyncmoe.linked import LinkedTransport
 from asyncmoe.transport import Arrival, Limits, Parcel, ParcelClass, TransportContext
+from asyncmoe.transports.auto import AutoTransport
+from asyncmoe.transports.gloo import GlooTransport
+from asyncmoe.transports.impaired import ImpairedTransport
 from asyncmoe.transports.inproc import InprocTransport
+from asyncmoe.transports.nixl import NixlTransport
+from asyncmoe.transports.shm import ShmTransport
 from asyncmoe.transports.tcp import TcpTransport
+from asyncmoe.transports.ucx import UcxTransport
 
-TRANSPORTS: dict[str, type[InprocTransport] | type[LinkedTransport]] = {
+TRANSPORTS: dict[str, type[Any]] = {
+    "auto": AutoTransport,
+    "gloo": GlooTransport,
+    "impaired:tcp": ImpairedTransport.around(TcpTransport),
     "inproc": InprocTransport,
+    "nixl": NixlTransport,
+    "shm": ShmTransport,
     "tcp": TcpTransport,
+    "ucx": UcxTransport,
 }
-BETWEEN_PROCESSES = ["tcp"]
+BETWEEN_PROCESSES = ["auto", "gloo", "impaired:tcp", "nixl", "shm", "tcp", "ucx"]
 TOKEN = b"a token for tests"
+# What makes a transport with slots have the fewest there can be: one for each peer and class.
+ONE_SLOT: dict[str, dict[str, Any]] = {
+    "nixl": {
+        "options": {"slots": 1, "slot_bytes": 1 << 20},
+        "limits": Limits(parcel_bytes=1 << 20),
+    },
+    "shm": {"options": {"slots": 1, "slot_bytes": 1 << 20}, "limits": Limits(parcel_bytes=1 << 20)},
+}
 
 
 def make_parcel(
@@ -108,6 +127,65 @@ class Recorder:
                 await self._changed.wait()
 
 
+class Reader:
+    """A receiver that looks at what arrives, and gives it back a turn of the loop later."""
+
+    def __init__(
+        self,
+        expected: Callable[[int, ParcelClass, int], Parcel] | None = None,
+        hold: ParcelClass | None = None,
+    ) -> None:
+        """`expected`: the parcel of a source, class and stage. `hold`: a class to keep."""
+        self.held: list[Arrival] = []
+        self.seen: dict[tuple[int, ParcelClass], list[int]] = {}  # stages, in order of arrival
+        self.wrong: list[tuple[int, int]] = []  # (source, stage) of parcels that differ
+        self.messages: list[tuple[int, bytes]] = []
+        self.lost: dict[int, Exception] = {}
+        self._expected, self._hold = expected, hold
+        self._changed = asyncio.Event()
+
+    @property
+    def count(self) -> int:
+        """Parcels that arrived."""
+        return sum(map(len, self.seen.values()))
+
+    def on_parcel(self, arrival: Arrival) -> None:
+        parcel = arrival.parcel
+        self.seen.setdefault((arrival.source, parcel.kind), []).append(parcel.stage)
+        if self._expected is not None:
+            try:
+                assert_same(parcel, self._expected(arrival.source, parcel.kind, parcel.stage))
+            except AssertionError:
+                self.wrong.append((arrival.source, parcel.stage))
+        if parcel.kind is self._hold:
+            self.held.append(arrival)
+        else:
+            asyncio.get_running_loop().call_soon(arrival.release)
+        self._changed.set()
+
+    def release_all(self) -> None:
+        """Keep nothing any more, from now on."""
+        self._hold = None
+        for arrival in self.held:
+            arrival.release()
+        self.held.clear()
+
+    def on_message(self, source: int, message: bytes) -> None:
+        self.messages.append((source, message))
+        self._changed.set()
+
+    def on_peer_lost(self, peer: int, error: Exception) -> None:
+        self.lost[peer] = error
+        self._changed.set()
+
+    async def until(self, condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
+        """Wait until something that arrives makes `condition` true."""
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+
 class Cluster:
     """Ranks of one transport in this loop, with a recorder each."""
 
@@ -116,7 +194,7 @@ class Cluster:
         self.ranks: list[Any] = []
         for rank in range(world):
             self.ranks.append(TRANSPORTS[name](self.context(rank, world, **settings)))
-        self.receivers = [Recorder() for _ in range(world)]
+        self.receivers: list[Any] = [Recorder() for _ in range(world)]
 
     def context(self, rank: int, world: int, **settings: Any) -> TransportContext:
         """The context of one rank of this cluster."""

@@ -1,0 +1,300 @@
+"""This rank's NIXL agent: all that is ever asked of the library, in terms of addresses and bytes.
+
+An agent is not safe for several threads, and what it copies inline keeps whoever asked. So it has
+one user at a time, which `nixl_courier.py` sees to, and no call here waits for a peer. Nothing that
+the library pickles is used: descriptors cross the wire as numbers (`nixl_wire.py`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import ipaddress
+import logging
+import os
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from asyncmoe.errors import AsyncMoeError, ProtocolError
+from asyncmoe.transports.nixl_memory import Sources, Span
+
+_MODULES = ("nixl_cu12", "nixl_cu13", "nixl")  # the last one chooses among the others
+_BACKEND = "UCX"
+_STAGE_BYTES = 64 << 10  # up to which a copy costs less than a registration
+_ALIGNMENT = 64
+_IDLE_SOURCES = 256
+
+
+def _library() -> ModuleType:
+    """The library. Raises `ModuleNotFoundError` naming the distribution that brings it."""
+    # UCX, which comes with it, would warn on the standard output, where others expect results.
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")
+    for name in _MODULES:
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name != name:
+                raise
+            continue
+        if hasattr(module, "nixl_agent"):
+            if "NIXL_LOG_LEVEL" not in os.environ:
+                # It tells of every agent that begins, on the standard output.
+                logging.getLogger("nixl").setLevel(logging.WARNING)
+            return module
+    raise ModuleNotFoundError("no module of NIXL", name="nixl-cu12")
+
+
+_NIXL: Any = _library()
+# The library's own errors have no base but this, and stand in a private module.
+_FAILURES = Exception
+
+
+class NixlError(AsyncMoeError):
+    """The library refused or failed; the message is its own."""
+
+
+class Piece(NamedTuple):
+    """`nbytes` bytes of a payload, from `offset` on, and where they go at the peer."""
+
+    payload: torch.Tensor  # contiguous
+    offset: int
+    nbytes: int
+    target: int  # address
+
+
+class Write:
+    """One transfer that was begun: its handle, and what its source keeps."""
+
+    __slots__ = ("done", "handle", "kept", "spans", "stage")
+
+    def __init__(self) -> None:
+        self.handle: Any = None
+        self.spans: list[Span] = []
+        self.kept: list[torch.Tensor] = []  # what the spans are registered for
+        self.stage: torch.Tensor | None = None  # where they lie instead
+        self.done = False  # nothing reads the source any more, and the peer has it
+
+
+class Agent:
+    """See the module. All methods raise `NixlError`."""
+
+    def __init__(self, name: str, bind_host: str, progress_thread: bool) -> None:
+        """Takes half a second the first time. UCX listens where `bind_host` is."""
+        self.name = name
+        one_machine = _on_one_machine(bind_host)
+        try:
+            config = _NIXL.nixl_agent_config(enable_prog_thread=progress_thread, backends=[])
+            self._agent: Any = _NIXL.nixl_agent(name, config)
+            self._agent.create_backend(_BACKEND, _parameters(one_machine))
+        except _FAILURES as error:
+            raise NixlError(
+                f"NIXL cannot make an agent with backend {_BACKEND}: {error}"
+            ) from error
+        most_idle = _IDLE_SOURCES if one_machine else 0  # here UCX pins nothing
+        self._sources = Sources(self._register, self._deregister, most_idle)
+        self._stages: list[torch.Tensor] = []  # that no write reads
+        self._stuck: list[Write] = []  # given up, but the library would not let go of them
+
+    def publish(self, span: Span) -> tuple[Any, bytes]:
+        """Let peers write to `span`: (what `withdraw` takes, what allows a peer to do so)."""
+        registered = self._register(span)
+        try:
+            return registered, self._agent.get_partial_agent_metadata(registered, True, [_BACKEND])
+        except _FAILURES as error:
+            raise NixlError(f"NIXL gives no metadata: {error}") from error
+
+    def withdraw(self, registered: Any) -> None:
+        """Let nobody write there any more, as far as the network can enforce it."""
+        self._deregister(registered)
+
+    def admit(self, name: str, metadata: bytes, like: bytes) -> None:
+        """Take in a peer's metadata, which must be that of agent `name` and begin as `like`, this
+        agent's own, does. Raises `ProtocolError`."""
+        # Checked before the library parses it: metadata of another name would replace that peer's.
+        begin = like.find(self.name.encode())
+        if metadata[: begin + len(name)] != like[:begin] + name.encode():
+            raise ProtocolError("agent metadata is of another agent or version of NIXL")
+        try:
+            got = self._agent.add_remote_agent(metadata)
+            self._agent.make_connection(name)
+        except _FAILURES as error:
+            raise ProtocolError(f"NIXL refused the agent metadata: {error}") from error
+        if _text(got) != name:
+            raise ProtocolError(f"agent metadata is of {_text(got)!r}; allowed: {name!r}")
+
+    def forget(self, name: str) -> None:
+        """Disconnect from a peer."""
+        try:
+            self._agent.remove_remote_agent(name)
+        except _FAILURES as error:
+            raise NixlError(f"NIXL cannot disconnect: {error}") from error
+
+    def write(self, peer: str, pieces: Sequence[Piece], note: bytes) -> Write:
+        """Begin to write all pieces, and `note` behind them, at agent `peer`.
+
+        May copy everything before it returns, and then is `done`.
+        """
+        write, agent = Write(), self._agent
+        try:
+            if sum(piece.nbytes + _ALIGNMENT for piece in pieces) <= _STAGE_BYTES:
+                self._stage(write, pieces)
+            else:
+                for piece in pieces:
+                    self._keep(write, piece)
+            kind, device = write.spans[0].kind, write.spans[0].device
+            local = [(span.address, span.nbytes, span.device) for span in write.spans]
+            remote = [(piece.target, piece.nbytes, device) for piece in pieces]
+            write.handle = agent.initialize_xfer(
+                "WRITE",
+                agent.get_xfer_descs(local, kind),
+                agent.get_xfer_descs(remote, kind),
+                peer,
+                note,
+            )
+            state = agent.transfer(write.handle)
+        except _FAILURES as error:
+            self.give_up(write)
+            raise NixlError(f"NIXL cannot write: {error}") from error
+        if state == "ERR":
+            self.give_up(write)
+            raise NixlError("NIXL cannot write")
+        if state == "DONE":
+            self._finish(write)
+        return write
+
+    def look(self, write: Write) -> bool:
+        """Whether `write` is done."""
+        try:
+            state = self._agent.check_xfer_state(write.handle)
+        except _FAILURES as error:
+            raise NixlError(f"a NIXL write failed: {error}") from error
+        if state == "ERR":
+            raise NixlError("a NIXL write failed")
+        if state == "DONE":
+            self._finish(write)
+        return write.done
+
+    def give_up(self, write: Write) -> None:
+        """Cancel a write. Where the library cannot, its source is kept until it can."""
+        if not write.done and not self._let_go(write):
+            self._stuck.append(write)
+
+    def notify(self, peer: str, note: bytes) -> None:
+        """Send `note`, in no order with anything else."""
+        try:
+            self._agent.send_notif(peer, note)
+        except _FAILURES as error:
+            raise NixlError(f"NIXL cannot notify: {error}") from error
+
+    def notes(self) -> dict[str, list[bytes]]:
+        """What has come in from each agent; drives everything that is under way."""
+        self._stuck = [write for write in self._stuck if not self._let_go(write)]
+        try:
+            notes: dict[str, list[bytes]] = self._agent.get_new_notifs()
+        except _FAILURES as error:
+            raise NixlError(f"NIXL does not listen: {error}") from error
+        return notes
+
+    def close(self) -> None:
+        """End it, with everything that is under way. Idempotent."""
+        for write in self._stuck:
+            self._let_go(write)
+        self._agent = None  # its threads, sockets and registrations end with it
+
+    def _finish(self, write: Write) -> None:
+        write.done = True
+        self._let_go(write)
+
+    def _let_go(self, write: Write) -> bool:
+        handle, write.handle = write.handle, None
+        if handle is not None:
+            try:
+                handle.release()
+            except _FAILURES:
+                write.handle = handle
+                return False
+        if write.stage is not None:
+            self._stages.append(write.stage)
+            write.stage = None
+        else:
+            for span in write.spans:
+                self._sources.release(span)
+        write.spans, write.kept = [], []
+        return True
+
+    def _stage(self, write: Write, pieces: Sequence[Piece]) -> None:
+        """Copy small pieces to memory that is registered once and for all."""
+        stage = self._stages.pop() if self._stages else self._new_stage(pieces[0].payload.device)
+        write.stage = stage
+        span, offset = Span.of(stage), 0
+        for payload, begin, nbytes, _ in pieces:
+            if payload.is_cpu:
+                ctypes.memmove(span.address + offset, payload.data_ptr() + begin, nbytes)
+            else:
+                source = payload.flatten().view(torch.uint8)[begin : begin + nbytes]
+                stage[offset : offset + nbytes].copy_(source)
+            write.spans.append(Span(span.address + offset, nbytes, span.kind, span.device))
+            offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        if stage.is_cuda:
+            torch.cuda.current_stream(stage.device).synchronize()
+
+    def _new_stage(self, device: torch.device) -> torch.Tensor:
+        stage = torch.empty(_STAGE_BYTES, dtype=torch.uint8, device=device)
+        self._register(Span.of(stage))
+        return stage
+
+    def _keep(self, write: Write, piece: Piece) -> None:
+        """Register a piece's source for as long as the write lasts."""
+        payload, end = piece.payload, piece.offset + piece.nbytes
+        span = Span.of(payload, piece.offset, piece.nbytes)
+        write.kept.append(payload)
+        if not self._sources.acquire(span):
+            # It overlaps a source that is being read, without lying in it: rare, so it is copied.
+            copy = payload.flatten().view(torch.uint8)[piece.offset : end].clone()
+            write.kept.append(copy)
+            span = Span.of(copy, 0, piece.nbytes)
+            if not self._sources.acquire(span):
+                raise NixlError(f"{span} overlaps memory that is registered")
+        write.spans.append(span)
+
+    def _register(self, span: Span) -> Any:
+        try:
+            return self._agent.register_memory(
+                [(span.address, span.nbytes, span.device, "")], span.kind, [_BACKEND]
+            )
+        except _FAILURES as error:
+            raise NixlError(f"NIXL cannot register {span.nbytes} bytes: {error}") from error
+
+    def _deregister(self, registered: Any) -> None:
+        try:
+            self._agent.deregister_memory(registered, [_BACKEND])
+        except _FAILURES as error:
+            raise NixlError(f"NIXL cannot deregister: {error}") from error
+
+
+def _parameters(one_machine: bool) -> dict[str, str]:
+    """Of the backend, whose defaults are right between machines.
+
+    UCX listens on every interface unless it is told not to. And to be told of dead peers by UCX, as
+    the default is, means to have notifications go over TCP instead of shared memory, with a reply
+    from the peer before any write is done; the link tells of dead peers anyway.
+    """
+    if not one_machine:
+        return {}
+    return {"ucx_error_handling_mode": "none", "engine_config": "NET_DEVICES=lo"}
+
+
+def _on_one_machine(bind_host: str) -> bool:
+    """Whether all peers must be here, and nobody has chosen a network device for them."""
+    try:
+        loopback = ipaddress.ip_address(bind_host).is_loopback
+    except ValueError:
+        loopback = bind_host == "localhost"
+    return loopback and "UCX_NET_DEVICES" not in os.environ
+
+
+def _text(name: str | bytes) -> str:
+    return name.decode(errors="replace") if isinstance(name, bytes) else name

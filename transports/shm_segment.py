@@ -1,0 +1,255 @@
+"""Shared memory between two ranks: who writes where, and how the memory comes to the other side.
+
+A rank makes one segment for each peer and is its only writer; the peer maps it read-only. So no two
+processes ever write to the same byte, and the memory management unit enforces it. The layout is the
+same in both segments of a pair. `w` is who made the segment, `r` its peer:
+
+    words    u32, each with one writer, `w`:
+             waiting[class]          how often `w` has begun to wait for slots of `r` to come back
+             closing                 1 once `w` flushes its last parcels
+             ready[class][slot]      generation of the payload in a slot of this segment
+             reclaimed[class][slot]  generation of the payload in a slot of the *peer's* segment
+                                     which `w` has read for the last time
+    slots    [class][slot][slot_bytes], payloads from `w` to `r`
+
+A segment is a memfd, whose descriptor goes over the pair's unix socket after the handshake. It has
+no name, so nothing is left behind whoever is killed when, and no process but these two can open it.
+It is sealed against shrinking, since reading behind the end of a file ends a process, and against
+new writers. The reader checks seals and size before it maps anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import socket
+import struct
+import threading
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from asyncmoe.errors import ConfigError, ProtocolError
+from asyncmoe.transport import ParcelClass
+
+CLOSING = len(ParcelClass)  # index of a word; those before it are `waiting` of each class
+_FLAGS = 16  # index of the first flag
+_WORD_BYTES = 4
+_PAGE_BYTES = 4096
+_MODE = 0o600
+_NOEXEC_SEAL = 8  # MFD_NOEXEC_SEAL of linux/memfd.h: some systems allow no memfd without it
+_SEAL_FUTURE_WRITE = 16  # F_SEAL_FUTURE_WRITE of linux/fcntl.h: no new mapping may be writable
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
+_RECORD = struct.Struct("<4sIQQ")  # magic, version, slots, slot_bytes
+_MAGIC = b"aShm"
+_VERSION = 1
+
+
+class Fence:
+    """What this thread read and wrote before a call is done before all that it does after it.
+
+    Python has no fences, but its locks are made of acquires and releases: what stands before a
+    release does not move behind it, what stands behind an acquire does not move before it, and a
+    release is not exchanged with an acquire behind it. So a release and then an acquire are a full
+    fence, on x86 (where each is a locked instruction) and on ARM (where they keep their order).
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()  # held but for the instant of a call
+
+    def __call__(self) -> None:
+        self._lock.release()
+        self._lock.acquire()
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How a segment is divided; the same in both segments of a pair."""
+
+    slots: int  # of each class
+    slot_bytes: int
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the words, in whole pages."""
+        words = _FLAGS + 2 * len(ParcelClass) * self.slots
+        return -(-words * _WORD_BYTES // _PAGE_BYTES) * _PAGE_BYTES
+
+    @property
+    def class_bytes(self) -> int:
+        """Bytes of the slots of one class."""
+        return self.slots * self.slot_bytes
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of a segment."""
+        return self.head_bytes + len(ParcelClass) * self.class_bytes
+
+    def count(self, nbytes: int) -> int:
+        """Adjacent slots that a payload of `nbytes` takes; at least one."""
+        return max(1, -(-nbytes // self.slot_bytes))
+
+
+class Segment:
+    """One mapping. It lasts until the last view of it is gone, also after `w` has died."""
+
+    def __init__(self, geometry: Geometry, mapping: mmap.mmap) -> None:
+        self.geometry = geometry
+        self._view = memoryview(mapping)
+        self._head = self._view[: geometry.head_bytes].cast("I")
+
+    def word(self, index: int) -> memoryview:
+        """`waiting` of a class or `closing`, u32 [1]."""
+        return self._head[index : index + 1]
+
+    def ready(self, kind: ParcelClass) -> memoryview:
+        """The flags of this segment's slots, u32 [slots]."""
+        return self._flags(kind - 1)
+
+    def reclaimed(self, kind: ParcelClass) -> memoryview:
+        """The flags of the slots of the peer's segment, u32 [slots]."""
+        return self._flags(len(ParcelClass) + kind - 1)
+
+    def slots(self, kind: ParcelClass) -> memoryview:
+        """The slots of a class, u8 [slots * slot_bytes]."""
+        first = self.geometry.head_bytes + (kind - 1) * self.geometry.class_bytes
+        return self._view[first : first + self.geometry.class_bytes]
+
+    def _flags(self, row: int) -> memoryview:
+        first = _FLAGS + row * self.geometry.slots
+        return self._head[first : first + self.geometry.slots]
+
+
+def read_only_tensor(memory: memoryview) -> torch.Tensor:
+    """`memory` as uint8 [n], without a copy. To write to it ends the process."""
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that it is read-only
+        return torch.from_numpy(np.frombuffer(memory, np.uint8))
+
+
+async def exchange(sock: socket.socket, geometry: Geometry) -> tuple[Segment, Segment]:
+    """Make a segment, give it to the peer at the other end of `sock`, and map the peer's.
+
+    Returns (this rank's, the peer's). Raises `ProtocolError` if the peer's is not what this rank
+    was told to expect, `ConfigError` if this system cannot make one, `OSError`.
+    """
+    mine, descriptor = make_segment(geometry)
+    try:
+        record = _RECORD.pack(_MAGIC, _VERSION, geometry.slots, geometry.slot_bytes)
+        socket.send_fds(sock, [record], [descriptor])
+    finally:
+        os.close(descriptor)
+    descriptor = await _receive(sock, geometry)
+    try:
+        return mine, map_segment(descriptor, geometry)
+    finally:
+        os.close(descriptor)
+
+
+def make_segment(geometry: Geometry) -> tuple[Segment, int]:
+    """A new segment and the descriptor that lets the peer map it. Raises `ConfigError`."""
+    try:
+        descriptor = _memfd()
+        try:
+            os.fchmod(descriptor, _MODE)
+            os.ftruncate(descriptor, geometry.size_bytes)
+            mapping = mmap.mmap(descriptor, geometry.size_bytes)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        except BaseException:
+            os.close(descriptor)
+            raise
+    except (OSError, AttributeError) as error:
+        raise ConfigError(
+            f"transport shm needs sealed memory of {geometry.size_bytes} bytes (memfd of Linux 5.1 "
+            f"or newer): {error}"
+        ) from error
+    return Segment(geometry, mapping), descriptor
+
+
+def map_segment(descriptor: int, geometry: Geometry) -> Segment:
+    """Map a peer's segment. Raises `ProtocolError` if it is not of this geometry, or not safe."""
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise ProtocolError(f"segment is no sealed memory: {error}") from error
+    if seals & _SEALS != _SEALS:
+        raise ProtocolError(f"segment seals are {seals:#x}; allowed: {_SEALS:#x} and more")
+    size = os.fstat(descriptor).st_size
+    if size != geometry.size_bytes:
+        raise ProtocolError(f"segment size is {size}; allowed: {geometry.size_bytes}")
+    return Segment(geometry, mmap.mmap(descriptor, size, prot=mmap.PROT_READ))
+
+
+def check_record(data: bytes, geometry: Geometry) -> None:
+    """Raise `ProtocolError` unless the peer says that its segment is as ours."""
+    if len(data) != _RECORD.size:
+        raise ProtocolError(f"segment record has {len(data)} bytes; allowed: {_RECORD.size}")
+    magic, version, *numbers = _RECORD.unpack(data)
+    if (magic, version) != (_MAGIC, _VERSION):
+        raise ProtocolError(
+            f"segment magic and version are {magic!r} and {version}; "
+            f"allowed: {_MAGIC!r} and {_VERSION}"
+        )
+    for name, value, allowed in zip(
+        ("slots", "slot_bytes"), numbers, (geometry.slots, geometry.slot_bytes), strict=True
+    ):
+        if value != allowed:
+            raise ProtocolError(
+                f"segment field {name} is {value}; allowed: {allowed}, as the transport options "
+                "and transport.parcel_bytes of this rank have it"
+            )
+
+
+def _memfd() -> int:
+    """Anonymous memory of nobody else's."""
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        return os.memfd_create("asyncmoe", flags | _NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # this Linux does not know that flag
+            raise
+        return os.memfd_create("asyncmoe", flags)
+
+
+async def _receive(sock: socket.socket, geometry: Geometry) -> int:
+    """The descriptor of the peer's segment, after its record has been checked."""
+    data, descriptors = b"", list[int]()
+    try:
+        while len(data) < _RECORD.size:
+            await _readable(sock)
+            with contextlib.suppress(BlockingIOError):
+                piece, more, _, _ = socket.recv_fds(
+                    sock, _RECORD.size - len(data), 1, socket.MSG_CMSG_CLOEXEC
+                )
+                descriptors += more
+                data += piece
+                if not piece:
+                    raise ProtocolError("the other side ended the exchange of segments")
+        check_record(data, geometry)
+        if len(descriptors) != 1:
+            raise ProtocolError(f"segment came with {len(descriptors)} descriptors; allowed: 1")
+        return descriptors.pop()
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+async def _readable(sock: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+
+    def wake() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    loop.add_reader(sock, wake)
+    try:
+        await ready
+    finally:
+        loop.remove_reader(sock)
