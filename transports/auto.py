@@ -74,7 +74,18 @@ class AutoTransport(Transport):
     async def _start(self, receiver: Receiver) -> None:
         context, deadline = self.context, Deadline(self.context.start_timeout_s)
         context.directory.publish(f"auto/{context.rank}", self._place())
-        missing = set(context.others)
+        await self._meet_all(receiver, deadline)
+        near = list(self._routes.values())
+        far = frozenset(context.others) - self._routes.keys()
+        if far:
+            await self._start_network(far, receiver, deadline)
+        for inner in near:
+            inner.open()
+        _LOG.info("rank %d uses %s", context.rank, _told(self.carriers()))
+
+    async def _meet_all(self, receiver: Receiver, deadline: Deadline) -> None:
+        """Find out what each pair uses, all at the same time. Raises as `Transport.start`."""
+        missing = set(self.context.others)
 
         async def meet(peer: int) -> None:
             await self._meet(peer, receiver, deadline)
@@ -82,36 +93,35 @@ class AutoTransport(Transport):
 
         try:
             async with asyncio.TaskGroup() as group:
-                for peer in context.others:
+                for peer in self.context.others:
                     group.create_task(meet(peer))
         except BaseExceptionGroup as error:
             first = first_of(error)
             if not isinstance(first, TimeoutError):
                 raise first from None
             raise TimeoutError(
-                f"rank {context.rank} has no connection to ranks {sorted(missing)} "
+                f"rank {self.context.rank} has no connection to ranks {sorted(missing)} "
                 f"after {deadline.timeout_s:.3g} s"
             ) from None
-        near = list(self._routes.values())
-        far = frozenset(context.others) - self._routes.keys()
-        if far:
-            network = self._network_kind(
-                replace(
-                    context,
-                    peers=far,
-                    options=_network_options(context),
-                    start_timeout_s=deadline.left_s,
-                )
+
+    async def _start_network(
+        self, peers: frozenset[int], receiver: Receiver, deadline: Deadline
+    ) -> None:
+        """Connect to all that shared memory does not reach."""
+        network = self._network_kind(
+            replace(
+                self.context,
+                peers=peers,
+                options=_network_options(self.context),
+                start_timeout_s=deadline.left_s,
             )
-            if self._shared_memory:
-                network.leases = self.leases
-            else:  # its leases are of the device's memory
-                self.leases = network.leases
-            self._routes |= dict.fromkeys(far, network)
-            await network.start(receiver)
-        for inner in near:
-            inner.open()
-        _LOG.info("rank %d uses %s", context.rank, _told(self.carriers()))
+        )
+        if self._shared_memory:
+            network.leases = self.leases
+        else:  # its leases are of the device's memory
+            self.leases = network.leases
+        self._routes |= dict.fromkeys(peers, network)
+        await network.start(receiver)
 
     def post(self, peer: int, parcel: Parcel) -> Posted:
         """See `Transport`."""

@@ -21,10 +21,9 @@ from typing import Protocol, TypeVar
 from asyncmoe.errors import ProtocolError
 from asyncmoe.transports.nixl_agent import Agent, NixlError, Piece, Write
 
-WRITE_BYTES = 1 << 20  # of one write, unless a single piece is larger
-_INLINE_BYTES = 256 << 10  # that the loop may copy itself: some 30 µs
+BATCH_BYTES = 1 << 20  # that are written together, and that the loop may copy in a turn
+WRITE_BYTES = 4 << 20  # of a larger parcel in one write
 _BATCH_COST_BYTES = 128 << 10  # what a write takes beside its bytes, as bytes
-_TURN_BYTES = 1 << 20  # what one turn of the loop may take
 _SOON_S = 0.001
 _IDLE_S = 0.1
 _NEVER, _SELDOM, _SOON, _NOW = range(4)
@@ -210,7 +209,7 @@ class Courier:
     def _work(self) -> None:
         """Write, until there is no more, the turn is over, or the agent is away."""
         self._turn = None
-        left = _TURN_BYTES
+        left = BATCH_BYTES
         while self._ready and self._away is None and self._agent is not None:
             if left <= 0:
                 self._turn = self._loop.call_soon(self._work)
@@ -225,7 +224,7 @@ class Courier:
             if not batch.pieces:
                 client.begun(batch)
                 batch.on_done()
-            elif batch.nbytes > _INLINE_BYTES and client.copies:
+            elif batch.nbytes > BATCH_BYTES and client.copies:
                 self._send_away(client, batch)
             else:
                 self._write(client, batch)
@@ -271,7 +270,7 @@ class Courier:
             self.when_free(chore)
 
     def _begun(self, client: Client, batch: Batch, write: Write) -> None:
-        if batch.nbytes > _INLINE_BYTES:
+        if batch.nbytes > BATCH_BYTES:
             client.copies = write.done
         if not write.done:
             self._active[write] = client, batch

@@ -8,7 +8,7 @@ import torch
 
 from asyncmoe.transport import Parcel, ParcelClass, Posted
 from asyncmoe.transports.nixl_agent import Piece
-from asyncmoe.transports.nixl_courier import WRITE_BYTES, Batch
+from asyncmoe.transports.nixl_courier import BATCH_BYTES, WRITE_BYTES, Batch
 from asyncmoe.transports.nixl_slots import SenderSlots
 from asyncmoe.transports.nixl_wire import Written
 from asyncmoe.transports.shm_segment import Geometry
@@ -60,16 +60,15 @@ class SendLane:
     ) -> None:
         """Add to `batch` what fits, and to `touched` which parcels and how much of each."""
         while self._queue:
-            head = self._queue[0]
-            left = WRITE_BYTES - batch.nbytes
-            if not head.nbytes:
-                size = 0
-            elif left <= 0 or (head.nbytes > left and batch.pieces and head.nbytes <= WRITE_BYTES):
-                return  # it goes whole in the next
-            elif head.first < 0 and not self._find_slots(head):
-                return  # for those that come back
-            else:
-                size = min(left, head.nbytes - head.begun)
+            head, size = self._queue[0], 0
+            if head.nbytes:
+                small = head.nbytes <= BATCH_BYTES
+                most = BATCH_BYTES - batch.nbytes if small else WRITE_BYTES
+                if (small and head.nbytes > most) or (batch.pieces and not small):
+                    return  # it goes in the next
+                if head.first < 0 and not self._find_slots(head):
+                    return  # for those that come back
+                size = min(most, head.nbytes - head.begun)
                 target = self._address + head.first * self._geometry.slot_bytes + head.begun
                 batch.pieces.append(Piece(head.payload, head.begun, size, target))
                 batch.nbytes += size

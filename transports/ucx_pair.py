@@ -17,7 +17,8 @@ from asyncmoe.errors import ProtocolError, RankFailed
 from asyncmoe.transports.matched_pair import Operation, Pair, fail, settle
 from asyncmoe.transports.ucx_worker import UcxError, Worker, memory_of
 
-_HEAD, _CHANNEL = struct.Struct("<4sI"), struct.Struct("<I")  # of a card; then UCX's address
+# Of a card: magic, length and checksum of the rest; then the channel, and UCX's address.
+_HEAD, _CHANNEL = struct.Struct("<4sII"), struct.Struct("<I")
 _MAGIC = b"aUcx"
 _NUMBER_BITS = 32
 _FAREWELL = (1 << _NUMBER_BITS) - 1  # the number of the last message of a direction
@@ -66,7 +67,7 @@ class UcxPair(Pair):
         await greeted
 
     def send(self, burst: Sequence[Operation]) -> None:
-        """See `Pair`."""
+        """See `Pair`. After an abort neither launches anything."""
         numbered = [(next(self._out), operation) for operation in burst]
         device = burst[0].tensor.device
         if device.type == "cuda":
@@ -77,7 +78,8 @@ class UcxPair(Pair):
     def receive(self, burst: Sequence[Operation]) -> None:
         """See `Pair`."""
         for tensor, done in burst:
-            self._post_receive(memory_of(tensor), next(self._in), done)
+            if not self._aborted:
+                self._post_receive(memory_of(tensor), next(self._in), done)
 
     def _send_computed(self, computed: Any, numbered: Numbered) -> None:
         """Once the device has written what is to be sent."""
@@ -195,17 +197,17 @@ def _farewell(channel: int) -> int:
 def make_card(channel: int, address: bytes) -> bytes:
     """What the other side needs to know."""
     body = _CHANNEL.pack(channel) + address
-    return _HEAD.pack(_MAGIC, zlib.crc32(body)) + body
+    return _HEAD.pack(_MAGIC, len(body), zlib.crc32(body)) + body
 
 
 def read_card(card: bytes) -> tuple[int, bytes]:
     """Channel and UCX address. Raises `ProtocolError`; UCX itself believes any bytes."""
     if len(card) <= _HEAD.size + _CHANNEL.size:
         raise ProtocolError(f"UCX card has {len(card)} bytes; allowed: more")
-    magic, checksum = _HEAD.unpack_from(card)
     body = card[_HEAD.size :]
-    if magic != _MAGIC or checksum != zlib.crc32(body):
-        raise ProtocolError(f"UCX card begins with {magic!r}, or its checksum is wrong")
+    head, right = _HEAD.unpack_from(card), (_MAGIC, len(body), zlib.crc32(body))
+    if head != right:
+        raise ProtocolError(f"UCX card has magic, length and checksum {head}; allowed: {right}")
     (channel,) = _CHANNEL.unpack_from(body)
     return channel, body[_CHANNEL.size :]
 

@@ -7,8 +7,8 @@ an idle rank does nothing, also while receives are posted, a transfer passes no 
 and nothing writes to a buffer while Python code runs. Completion comes by ucxx's Python futures,
 whose cost does not grow with what is under way.
 
-Whatever is posted stays known here, with its buffer, until UCX has completed it: ucxx cancels the
-request of an object that is dropped. The library is imported without a trace in the environment.
+Whatever is posted stays known here, with its buffer, until UCX has completed it. The library is
+imported without a trace in the environment.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class Worker:
         self._worker.init_blocking_progress_mode()
         self.address: bytes = self._worker.address.tobytes()
         self._descriptor: int = self._worker.epoll_file_descriptor
-        self._under_way: dict[asyncio.Future[None], tuple[Any, Done]] = {}  # with the request
+        # With each the request and its buffer: ucxx cancels a request whose object is dropped, and
+        # holds no buffer.
+        self._under_way: dict[asyncio.Future[None], tuple[Any, Any, Done]] = {}
         self._soon: asyncio.Handle | None = None  # the next turn
         self._look: asyncio.TimerHandle | None = None
         self._own: Any = None  # an endpoint to this worker itself
@@ -85,14 +87,14 @@ class Worker:
     def send(self, endpoint: Any, memory: Any, tag: int, done: Done) -> None:
         """Post a send; `done` is called on the loop, once. Raises `UcxError`."""
         self._worker.populate_python_futures_pool()
-        self._follow(endpoint.tag_send(_Array(memory), _Tag(tag)), done)
+        self._follow(endpoint.tag_send(_Array(memory), _Tag(tag)), memory, done)
 
     def receive(self, endpoint: Any, memory: Any, tag: int, done: Done) -> Any:
         """Post a receive, likewise; returns the request. It cannot be taken back, see `drain`, and
         ends with an error when `endpoint` does, from whose peer the message is to come."""
         self._worker.populate_python_futures_pool()
         request = endpoint.tag_recv(_Array(memory), _Tag(tag))
-        self._follow(request, done)
+        self._follow(request, memory, done)
         return request
 
     def end(self, endpoint: Any) -> None:
@@ -147,21 +149,21 @@ class Worker:
         nothing = _Array(bytearray())
         while (message := worker.tag_probe(_Tag(tag), _TagMask(mask), remove=True)).matched:
             worker.populate_python_futures_pool()
-            self._follow(worker.tag_recv_with_handle(nothing, message), _ignore)
+            self._follow(worker.tag_recv_with_handle(nothing, message), nothing, _ignore)
 
     @property
     def closed(self) -> bool:
         """Whether nothing can be under way any more."""
         return self._worker is None
 
-    def _follow(self, request: Any, done: Done) -> None:
+    def _follow(self, request: Any, memory: Any, done: Done) -> None:
         future: asyncio.Future[None] = request.future
-        self._under_way[future] = request, done
+        self._under_way[future] = request, memory, done
         future.add_done_callback(self._ended)
         self.wake()
 
     def _ended(self, future: asyncio.Future[None]) -> None:
-        _, done = self._under_way.pop(future)
+        _, _, done = self._under_way.pop(future)
         error = future.exception()
         done(error if error is None or isinstance(error, Exception) else UcxError(str(error)))
 
