@@ -69,12 +69,20 @@ class ParcelTooLarge(AsyncMoeError):
         super().__init__(f"parcel of {size_bytes} bytes; limits.parcel_bytes is {limit_bytes}")
 
 
+FAREWELL = "it closed its transport"
+
+
 class PeerLost(AsyncMoeError):
     """The connection to a rank is gone."""
 
     def __init__(self, peer: int, reason: str) -> None:
         super().__init__(f"rank {peer} is lost: {reason}")
         self.peer, self.reason = peer, reason
+
+    @property
+    def took_leave(self) -> bool:
+        """Whether the rank ended its connections itself, as at the end of the whole engine."""
+        return self.reason == FAREWELL
 
 
 class RankFailed(AsyncMoeError):

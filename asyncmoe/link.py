@@ -21,7 +21,7 @@ from itertools import islice
 from typing import Protocol
 
 from asyncmoe import native
-from asyncmoe.errors import PeerLost, ProtocolError
+from asyncmoe.errors import FAREWELL, PeerLost, ProtocolError
 from asyncmoe.packed import Buffer
 from asyncmoe.transport import Limits
 from asyncmoe.wire import (
@@ -284,7 +284,7 @@ class Link:
         self._wanted, self._left = [self._head], PRELUDE_BYTES
         prelude = decode_prelude(self._head, self._limits)
         if prelude.kind == FrameKind.GOODBYE:
-            self.lose("it closed its transport")
+            self.lose(FAREWELL)
         elif prelude.kind == FrameKind.NOTICE:
             self._handler.on_notice()
         elif prelude.kind != FrameKind.HEARTBEAT:

@@ -58,6 +58,8 @@ from asyncmoe.world import World
 
 log = logging.getLogger(__name__)
 
+# At an orderly end each rank is told so on its own, and a peer may be gone before this rank hears.
+FAREWELL_GRACE_S = 0.5
 DISCARD_SLOTS = 16384  # in one message, which has room for more
 FRONT_END = 0  # the rank whose process hosts the front end
 
@@ -407,6 +409,12 @@ class Rank:
 
     def on_peer_lost(self, peer: int, error: Exception) -> None:
         """See `Receiver`. Requests that cannot go on without the peer end with its name."""
+        if isinstance(error, PeerLost) and error.took_leave:
+            self._loop.call_later(FAREWELL_GRACE_S, self._lose, peer, error)
+        else:
+            self._lose(peer, error)
+
+    def _lose(self, peer: int, error: Exception) -> None:
         if self._closing:
             return
         log.error("%s", error)

@@ -215,7 +215,7 @@ def test_a_trace_that_is_wrong_is_refused_with_its_line(
     path = tmp_path / "trace.csv"
     path.write_text(text)
     with pytest.raises(ConfigError, match=says):
-        Impairments({"trace": str(path)}).of(0, 1)
+        Impairments({"trace": str(path)}, 2).of(0, 1)
 
 
 def test_the_registry_wraps_what_is_named_behind_the_colon() -> None:
@@ -227,3 +227,8 @@ def test_the_registry_wraps_what_is_named_behind_the_colon() -> None:
         registry.find("transports", "impaired:tpc")
     with pytest.raises(ConfigError, match="wraps no other"):
         registry.find("transports", "tcp:shm")
+
+
+def test_a_link_of_a_rank_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match="names rank 9; there are 2 ranks"):
+        Impairments({"links": {"0-9": {"latency_ms": 5}}}, 2)

@@ -50,7 +50,9 @@ class ImpairedTransport(Transport):
         super().__init__(context)
         mine = own_options()
         options = context.options
-        self._impairments = Impairments({k: v for k, v in options.items() if k in mine})
+        self._impairments = Impairments(
+            {k: v for k, v in options.items() if k in mine}, context.world
+        )
         rest = {name: value for name, value in options.items() if name not in mine}
         theirs = getattr(self.wrapped, "option_names", rest)  # else it checks them itself
         for option in rest:

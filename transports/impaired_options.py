@@ -67,18 +67,19 @@ class Options(Impairment):
 class Impairments:
     """The impairment of every link, and the fraction of its bandwidth over time."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        """Raises `ConfigError` naming the option."""
+    def __init__(self, options: dict[str, Any], world: int) -> None:
+        """Raises `ConfigError` naming the option. `world`: ranks that there are."""
         self._options = _checked(Options, options, "transport.options")
         self.seed = self._options.seed
         defaults = self._options.model_dump(include=set(Impairment.model_fields))
         self._links: list[tuple[str, Impairment]] = []
         for link, values in self._options.links.items():
-            _check_link(link, f"key of transport.options.links {link!r}")
+            _check_link(link, f"key of transport.options.links {link!r}", world)
             where = f"transport.options.links.{link}"
             self._links.append((link, _checked(Impairment, {**defaults, **values}, where)))
         self._all = Impairment(**defaults)
-        self._trace = [] if self._options.trace is None else _read(Path(self._options.trace))
+        trace = self._options.trace
+        self._trace = [] if trace is None else _read(Path(trace), world)
 
     def of(self, source: int, target: int) -> Impairment:
         """What is wrong from `source` to `target`. Raises `ConfigError` if a trace names the link
@@ -142,9 +143,12 @@ def _checked(kind: type[_Model], values: dict[str, Any], where: str) -> _Model:
         raise ConfigError(f"{told}: {first['msg'].removeprefix('Value error, ')}") from None
 
 
-def _check_link(link: str, what: str) -> None:
+def _check_link(link: str, what: str, world: int) -> None:
     if not _LINK.fullmatch(link):
         raise ConfigError(f'{what} is not a link; allowed: "SOURCE-TARGET", a rank or * each')
+    strange = [part for part in link.split("-") if part != "*" and int(part) >= world]
+    if strange:
+        raise ConfigError(f"{what} names rank {strange[0]}; there are {world} ranks")
 
 
 def _fits(link: str, source: int, target: int) -> bool:
@@ -154,7 +158,7 @@ def _fits(link: str, source: int, target: int) -> bool:
     )
 
 
-def _read(path: Path) -> list[tuple[float, str, float]]:
+def _read(path: Path, world: int) -> list[tuple[float, str, float]]:
     """(time, link, fraction), sorted by time. Raises `ConfigError` naming the line."""
     try:
         with path.open(newline="") as file:
@@ -170,7 +174,7 @@ def _read(path: Path) -> list[tuple[float, str, float]]:
             step = float(moment), link, float(part)
         except ValueError:
             raise ConfigError(f"{path}: line {number} is not {','.join(_HEADER)}") from None
-        _check_link(link, f"{path}: line {number}: {link!r}")
+        _check_link(link, f"{path}: line {number}: {link!r}", world)
         if not (0 <= step[0] < float("inf") and 0 <= step[2] <= 1):
             raise ConfigError(
                 f"{path}: line {number}: allowed: a time from 0 on and a fraction from 0 to 1"

@@ -15,7 +15,7 @@ import torch
 
 from asyncmoe.deadline import Deadline
 from asyncmoe.directory import MemoryDirectory
-from asyncmoe.errors import ConfigError, PeerLost, ProtocolError, RankFailed, UnknownName
+from asyncmoe.errors import FAREWELL, ConfigError, PeerLost, ProtocolError, RankFailed, UnknownName
 from asyncmoe.lease import LeasePool
 from asyncmoe.transport import Parcel, Posted, Receiver, Transport, TransportContext
 from asyncmoe.twophase import Inbound, Outbound
@@ -68,7 +68,7 @@ class InprocTransport(Transport):
     async def close(self) -> None:
         """See `Transport`. Arrivals that peers still read stay readable."""
         for pair in self._peers.values():
-            pair.leave("it closed its transport", "this rank closed its transport")
+            pair.leave(FAREWELL, "this rank closed its transport")
         await asyncio.sleep(0)  # what was posted before is delivered now
 
     def abort(self) -> None:

@@ -27,6 +27,8 @@ from asyncmoe.wire import payload_memory
 def _imported() -> tuple[Any, Any, Any, Any]:
     """ucxx sets variables of UCX when it is imported, which other users and children would see."""
     before = {name: value for name, value in os.environ.items() if name.startswith("UCX")}
+    # UCX would warn on the standard output, where others expect results.
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")
     try:
         from ucxx import libucxx
         from ucxx._lib.arr import Array
