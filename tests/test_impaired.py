@@ -113,6 +113,7 @@ async def test_a_cap_holds_for_one_direction_and_is_shared_by_its_lanes(
 async def test_a_stalled_link_lets_nothing_out_and_then_everything(impaired: Starting) -> None:
     begin_s = now_s()
     cluster = await impaired(stall_every_s=1e-6, stall_s=0.1)  # at once, and again and again
+    await asyncio.sleep(0.01)  # the loop's clock counts milliseconds: let the stall begin before
     cluster.ranks[0].post(1, make_parcel(0))
     receiver = cluster.receivers[1]
     await receiver.until(lambda: receiver.arrivals)
