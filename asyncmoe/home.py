@@ -131,6 +131,19 @@ class Home:
         """Requests that wait for admission."""
         return len(self._waiting)
 
+    def stats(self) -> dict[str, int]:
+        """Gauges by name."""
+        return {
+            "running_requests": self.running,
+            "waiting_requests": self.waiting,
+            "free_slots": self.table.free_slots,
+            "slots": self.table.slots,
+            "free_kv_blocks": self.pool.free_blocks,
+            "kv_blocks": self.pool.blocks,
+            "dropped_rows": self.table.dropped_rows,
+            "chunks": self.chunks.in_use,
+        }
+
     # ---- admission
 
     def admit(self, message: Admit) -> None:

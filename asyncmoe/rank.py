@@ -363,16 +363,7 @@ class Rank:
         if carriers:
             out["carriers"] = {str(peer): name for peer, name in carriers.items()}
         if self.home is not None:
-            out |= {
-                "running_requests": self.home.running,
-                "waiting_requests": self.home.waiting,
-                "free_slots": self.home.table.free_slots,
-                "slots": self.home.table.slots,
-                "free_kv_blocks": self.home.pool.free_blocks,
-                "kv_blocks": self.home.pool.blocks,
-                "dropped_rows": self.home.table.dropped_rows,
-                "chunks": self.home.chunks.in_use,
-            }
+            out |= self.home.stats()
         return out
 
     # ---- what the transport calls (transport.Receiver)
