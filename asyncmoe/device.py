@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from asyncmoe.cores import Cores
 
 T = TypeVar("T")
+# Called on the loop with the work's result or what it raised, and its seconds of compute.
+Done = Callable[[Any, BaseException | None, float], None]
 
 
 class Device(ABC):
@@ -19,10 +21,10 @@ class Device(ABC):
 
     Promises, for every implementation:
     - work runs one piece at a time, in the order submitted;
-    - `submit` never blocks the loop; the future completes on the loop that called it, after the
-      work's reads and writes of tensors are done and visible to the loop and to later work;
-    - an exception in the work is set on its future, and later work still runs;
-    - cancelling the future does not stop work that has begun.
+    - `submit` never blocks the loop; `done` is called on the loop that called it, in the order
+      submitted, after the work's reads and writes of tensors are done and visible to the loop and
+      to later work;
+    - an exception in the work is handed to `done`, and later work still runs.
     """
 
     torch_device: torch.device
@@ -32,8 +34,26 @@ class Device(ABC):
         self.threads, self.cores = threads, cores
 
     @abstractmethod
-    def submit(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """Queue `work` and return a future of its result."""
+    def submit(self, work: Callable[[], Any], done: Done) -> None:
+        """Queue `work`, and call `done` once it is over."""
+
+    def run(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        """Queue `work` and return a future of its result; cancelling that does not stop work that
+        has begun."""
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        def done(result: T, error: BaseException | None, compute_s: float) -> None:
+            if future.done():
+                return
+            if isinstance(error, StopIteration):  # a future refuses it
+                error = RuntimeError(f"the work raised {error!r}")
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self.submit(work, done)
+        return future
 
     @abstractmethod
     def busy_s(self) -> float:

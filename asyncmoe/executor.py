@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 from asyncmoe.device import Device
@@ -57,21 +56,6 @@ class Stages(Protocol):
 class _Running:
     step: Step
     after: list[Callable[[], None]] = field(default_factory=list)
-
-
-class _Timed:
-    """A step that notes its compute time."""
-
-    __slots__ = ("compute_s", "step")
-
-    def __init__(self, step: Step) -> None:
-        self.step, self.compute_s = step, 0.0
-
-    def __call__(self) -> Any:
-        begin_s = time.perf_counter()
-        result = self.step()
-        self.compute_s = time.perf_counter() - begin_s
-        return result
 
 
 class Executor:
@@ -148,9 +132,8 @@ class Executor:
                 last = self._policy.reach(stage, step.row_count)
                 step = self._stages.passage(step, last, lambda: self._wanted)
             self._note(stage, step.row_count)
-            running, timed = _Running(step), _Timed(step)
-            self._running.append(running)
-            self._device.submit(timed).add_done_callback(partial(self._done, running, timed))
+            self._running.append(_Running(step))
+            self._device.submit(step, self._done)
             times = self._times.kinds[step.kind]
             times.prepare_s += time.thread_time() - begin_s
 
@@ -216,19 +199,17 @@ class Executor:
         self.close()
         stages.broken(error)
 
-    def _done(self, running: _Running, timed: _Timed, future: asyncio.Future[Any]) -> None:
-        error = None if future.cancelled() else future.exception()
+    def _done(self, result: Any, error: BaseException | None, compute_s: float) -> None:
         if self._closed:
             return
-        first = self._running.popleft()
-        assert first is running  # a device works in order
+        running = self._running.popleft()  # a device works in order
         begin_s = time.thread_time()
         try:
             if error is not None:
                 self._stages.failed(running.step, error)
             else:
-                self._passed(running.step, future.result(), timed.compute_s)
-                self._stages.finish(running.step, future.result())
+                self._passed(running.step, result, compute_s)
+                self._stages.finish(running.step, result)
             for callback in running.after:
                 callback()
             self._times.kinds[running.step.kind].finish_s += time.thread_time() - begin_s

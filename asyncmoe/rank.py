@@ -17,16 +17,13 @@ import torch
 from numpy.typing import NDArray
 
 from asyncmoe.agreement import agree, fingerprint
+from asyncmoe.assembly import assemble, make_device
 from asyncmoe.checkpoint import Checkpoint, open_checkpoint
 from asyncmoe.config import Config
-from asyncmoe.cores import core_share
 from asyncmoe.deadline import Deadline
-from asyncmoe.device import Device
-from asyncmoe.dispatcher import Dispatcher
 from asyncmoe.errors import AsyncMoeError, PeerLost, ProtocolError
-from asyncmoe.executor import Executor
 from asyncmoe.home import Home
-from asyncmoe.kvcache import BlockPool, cache_tensors, pool_blocks
+from asyncmoe.kvcache import pool_blocks
 from asyncmoe.messages import (
     Abort,
     Admit,
@@ -41,19 +38,11 @@ from asyncmoe.messages import (
     decode,
     encode,
 )
-from asyncmoe.microqueue import Queues
 from asyncmoe.model import Cache, Model, ModelSpec
-from asyncmoe.placement import Placement, Role, make_placement
-from asyncmoe.policy import BatchPolicy
-from asyncmoe.receptor import Receptor
-from asyncmoe.registry import find, make_scheduler
-from asyncmoe.samplingtable import SamplingTable
-from asyncmoe.scheduler import SchedulerContext
+from asyncmoe.placement import Placement, make_placement
 from asyncmoe.stage import StageChain
-from asyncmoe.stages import RankStages
 from asyncmoe.stats import RankTimes
-from asyncmoe.tokentable import TokenTable
-from asyncmoe.transport import Arrival, Directory, Limits, Transport, TransportContext
+from asyncmoe.transport import Arrival, Directory
 from asyncmoe.world import World
 
 log = logging.getLogger(__name__)
@@ -80,8 +69,8 @@ class Rank:
     ) -> None:
         """`checkpoint`: what to load instead of `config.model`."""
         self.config, self.rank, self.world = config, world.rank, world.size
-        self._place = world
-        self._directory, self._checkpoint = directory, checkpoint
+        self.place, self.directory = world, directory
+        self._checkpoint = checkpoint
         self.on_front_end: Callable[[int, Message], None] = _ignore
         self.on_rank_lost: Callable[[int, Exception], None] = _ignore
         self.stopped: asyncio.Future[None]  # done when this rank shall end, or its fatal error
@@ -119,15 +108,15 @@ class Rank:
             config.placement, self.world, len(spec.moe_layers), spec.experts
         )
         marks = fingerprint(config, spec, checkpoint, self.placement)
-        await agree(self._directory, self.rank, self.world, marks, deadline.left_s)
+        await agree(self.directory, self.rank, self.world, marks, deadline.left_s)
         blocks = pool_blocks(config.kv, spec, config.engine.max_requests)
         self.kv_blocks_of = dict.fromkeys(self.placement.home_ranks, blocks)
-        self.device = self._make_device()
+        self.device = make_device(config.device, self.place)
         self._resources.push_async_callback(self.device.close)
         self._resources.callback(checkpoint.source.give_up)
         try:
             async with asyncio.timeout(deadline.left_s) as limit:
-                self.model: Model = await self.device.submit(partial(self._load, checkpoint))
+                self.model: Model = await self.device.run(partial(self._load, checkpoint))
         except TimeoutError:
             if not limit.expired():
                 raise  # a disk's, for example
@@ -168,115 +157,10 @@ class Rank:
             )
 
     def _build(self, blocks: int, deadline: Deadline) -> None:
-        config, spec = self.config, self.spec
-        per_expert = config.engine.combine == "per_expert"
-        self.queues = Queues(self.chain)
-        limits = Limits(
-            parcel_bytes=config.transport.parcel_bytes,
-            # a combine parcel may give back the credits of a whole window
-            parcel_rows=max(Limits().parcel_rows, config.transport.window_rows),
-            message_bytes=config.transport.message_bytes,
-            stages=len(self.chain),
-            experts=max(1, spec.experts),
-            hidden=spec.hidden,
-        )
-        self.transport = self._make_transport(limits, deadline)
-        self._dispatcher = Dispatcher(
-            rank=self.rank,
-            placement=self.placement,
-            chain=self.chain,
-            transport=self.transport,
-            limits=limits,
-            row_bytes=spec.hidden * spec.dtype.itemsize,
-            window_rows=config.transport.window_rows,
-            per_expert=per_expert,
-        )
-        # A dispatch row stands for all pairs of its token on this rank, so rows are tokens already.
-        scheduler = make_scheduler(config.scheduler, SchedulerContext(self.chain, fanout=1.0))
-        policy = BatchPolicy(config.batch, self.chain)
-        self.home = self._make_home(blocks, per_expert)
-        local = np.where(
-            self.placement.owner == self.rank, self.placement.local.astype(np.int64), -1
-        )
-        self._receptor = Receptor(
-            rank=self.rank,
-            chain=self.chain,
-            local=local,
-            dtype=spec.dtype,
-            queues=self.queues,
-            dispatcher=self._dispatcher,
-            home=self.home,
-            notify=self._notify,
-            now_s=self._loop.time,
-            window_rows=config.transport.window_rows,
-            times=self.times,
-        )
-        stages = RankStages(
-            model=self.model,
-            chain=self.chain,
-            queues=self.queues,
-            local=local,
-            per_expert=per_expert,
-            home=self.home,
-            cache=self._cache,
-            dispatcher=self._dispatcher,
-            receptor=self._receptor,
-            fatal=self._stop,
-        )
-        self.executor = Executor(self.queues, scheduler, policy, self.device, stages, self.times)
-
-    def _notify(self) -> None:
-        self.executor.notify()
-
-    def _make_device(self) -> Device:
-        device = self.config.device
-        threads = device.threads or 1
-        cores = core_share(self._place, threads) if device.pin else None
-        made: Device = find("devices", device.name)(threads, cores)
-        return made
-
-    def _make_transport(self, limits: Limits, deadline: Deadline) -> Transport:
-        config = self.config
-        name = config.transport.name or ("inproc" if self.world == 1 else "auto")
-        return find("transports", name)(
-            TransportContext(
-                rank=self.rank,
-                world=self.world,
-                directory=self._directory,
-                limits=limits,
-                device=self.device.torch_device,
-                token=config.cluster.token.encode(),
-                bind_host=config.cluster.bind_host,
-                start_timeout_s=deadline.left_s,
-                peer_timeout_s=config.cluster.peer_timeout_s,
-                options=config.transport.options,
-            )
-        )
-
-    def _make_home(self, blocks: int, per_expert: bool) -> Home | None:
-        if self.placement.roles[self.rank] is Role.EXPERT:
-            return None
-        config, spec, device = self.config, self.spec, self.device.torch_device
-        requests = config.engine.max_requests
-        expert_ranks = len(np.unique(self.placement.owner)) or 1
-        parts = spec.top_k if per_expert else min(spec.top_k, expert_ranks)
-        self._cache = cache_tensors(spec, blocks, config.kv.block_tokens, requests, device)
-        # A chunk is never split, so it must fit every batch that it may be part of.
-        rows = min(config.engine.prefill_chunk, config.batch.attention_max_rows)
-        if self.model.has_finish:
-            rows = min(rows, config.batch.head_max_rows)
-        return Home(
-            config=config.engine.model_copy(update={"prefill_chunk": rows}),
-            context=spec.context,
-            vocab=spec.vocab,
-            chain=self.chain,
-            table=TokenTable(config.engine.slots, max(1, parts), spec.hidden, spec.dtype, device),
-            pool=BlockPool(blocks, config.kv.block_tokens, requests, spec.context),
-            sampling=SamplingTable(requests, spec.vocab, spec.eos_ids),
-            queues=self.queues,
-            prune=not self.model.has_finish,
-            host=self,
-        )
+        parts = assemble(self, blocks, deadline)
+        self.queues, self.transport, self.home = parts.queues, parts.transport, parts.home
+        self._dispatcher, self._receptor = parts.dispatcher, parts.receptor
+        self.executor, self._cache = parts.executor, parts.cache
 
     async def close(self) -> None:
         """Stop computing, disconnect, end the compute thread. Idempotent."""
@@ -323,7 +207,7 @@ class Rank:
             case StatsRequest():
                 self.emit(Stats(self.stats()))
             case Shutdown():
-                self._stop(None)
+                self.stop(None)
             case _ if self.rank == FRONT_END:
                 self.on_front_end(source, message)
             case _:
@@ -385,7 +269,7 @@ class Rank:
         # As text: a log record with the traceback would keep the parcel and its memory alive.
         trace = "".join(format_exception(error))
         log.error("rank %d failed on %s of rank %d\n%s", self.rank, what, source, trace)
-        self._stop(AsyncMoeError(f"it failed on {what} of rank {source}: {error}"))
+        self.stop(AsyncMoeError(f"it failed on {what} of rank {source}: {error}"))
 
     def on_message(self, source: int, message: bytes) -> None:
         """See `Receiver`."""
@@ -411,7 +295,7 @@ class Rank:
         log.error("%s", error)
         self._dispatcher.forget(peer)
         if peer == FRONT_END:
-            self._stop(PeerLost(peer, "it hosts the front end"))
+            self.stop(PeerLost(peer, "it hosts the front end"))
         elif self.home is not None and bool((self.placement.owner == peer).any()):
             self._no_experts = error
             self.emit(Unable(str(error)))
@@ -420,6 +304,10 @@ class Rank:
         self.on_rank_lost(peer, error)
 
     # ---- what the home calls (home.Host)
+
+    def notify(self) -> None:
+        """Rows became ready for a stage."""
+        self.executor.notify()
 
     def now_s(self) -> float:
         """See `Host`."""
@@ -433,7 +321,7 @@ class Rank:
         try:
             self.transport.send(FRONT_END, encode(message))
         except PeerLost as error:
-            self._stop(error)
+            self.stop(error)
 
     def discard(self, slots: NDArray[np.int64], epochs: NDArray[np.uint32]) -> None:
         """See `Host`."""
@@ -467,7 +355,8 @@ class Rank:
         """See `Host`."""
         return self.executor.computing
 
-    def _stop(self, error: Exception | None) -> None:
+    def stop(self, error: Exception | None) -> None:
+        """End this rank: because it was told to, or with what went wrong."""
         if self.stopped.done():
             return
         if error is None:

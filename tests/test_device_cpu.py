@@ -37,14 +37,14 @@ async def test_work_runs_one_at_a_time_in_the_order_submitted(device: CpuDevice)
         log.append(f"{name} ends")
         return name
 
-    results = await asyncio.gather(*(device.submit(lambda n=n: work(n)) for n in "abc"))
+    results = await asyncio.gather(*(device.run(lambda n=n: work(n)) for n in "abc"))
     assert results == ["a", "b", "c"]
     assert log == [f"{n} {what}" for n in "abc" for what in ("begins", "ends")]
 
 
 async def test_the_loop_goes_on_while_work_runs(device: CpuDevice) -> None:
     may_end = threading.Event()
-    running = device.submit(may_end.wait)
+    running = device.run(may_end.wait)
     await asyncio.sleep(0.01)
     assert not running.done()
     may_end.set()
@@ -52,7 +52,7 @@ async def test_the_loop_goes_on_while_work_runs(device: CpuDevice) -> None:
 
 
 async def test_work_runs_beside_the_loop_with_its_own_torch_threads(device: CpuDevice) -> None:
-    name, threads, recording = await device.submit(
+    name, threads, recording = await device.run(
         lambda: (
             threading.current_thread().name, torch.get_num_threads(), torch.is_grad_enabled()
         )
@@ -73,7 +73,7 @@ async def test_an_exception_is_the_futures_and_later_work_still_runs(
     def work() -> None:
         raise raised("no")
 
-    failing, later = device.submit(work), device.submit(lambda: 7)
+    failing, later = device.run(work), device.run(lambda: 7)
     with pytest.raises(seen, match="no"):
         await failing
     assert await later == 7
@@ -81,9 +81,9 @@ async def test_an_exception_is_the_futures_and_later_work_still_runs(
 
 async def test_cancelling_the_future_does_not_stop_the_work(device: CpuDevice) -> None:
     done: list[int] = []
-    future = device.submit(lambda: done.append(1))
+    future = device.run(lambda: done.append(1))
     future.cancel()
-    await device.submit(lambda: None)
+    await device.run(lambda: None)
     assert done == [1]
 
 
@@ -94,7 +94,7 @@ async def test_close_finishes_what_is_queued_and_may_be_repeated() -> None:
         time.sleep(0.002)
         done.append(number)
 
-    futures = [device.submit(lambda n=n: work(n)) for n in range(5)]
+    futures = [device.run(lambda n=n: work(n)) for n in range(5)]
     await asyncio.gather(device.close(), device.close())
     await device.close()
     assert done == list(range(5))
@@ -105,7 +105,7 @@ async def test_close_finishes_what_is_queued_and_may_be_repeated() -> None:
 async def test_close_waits_for_endless_work_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "CLOSE_TIMEOUT_S", 0.1)
     device, may_end = CpuDevice(1), threading.Event()
-    device.submit(may_end.wait)
+    device.run(may_end.wait)
     begin_s = time.monotonic()
 
     await device.close()
@@ -119,7 +119,7 @@ def test_work_that_outlives_the_loop_ends_without_a_word(capfd: pytest.CaptureFi
 
     async def leave() -> None:
         device.append(CpuDevice(1))
-        device[0].submit(may_end.wait)
+        device[0].run(may_end.wait)
 
     asyncio.run(leave())
     may_end.set()
@@ -129,7 +129,7 @@ def test_work_that_outlives_the_loop_ends_without_a_word(capfd: pytest.CaptureFi
 
 
 async def test_busy_time_is_the_time_in_work(device: CpuDevice) -> None:
-    await device.submit(lambda: time.sleep(0.02))
+    await device.run(lambda: time.sleep(0.02))
     await asyncio.sleep(0.02)
     assert 0.015 < device.busy_s() < 5.0
 
@@ -138,10 +138,10 @@ async def test_a_result_is_kept_by_nobody_but_its_reader(device: CpuDevice) -> N
     class Result:
         pass
 
-    result: Any = await device.submit(Result)
+    result: Any = await device.run(Result)
     gone = weakref.ref(result)
     del result
-    await device.submit(lambda: None)  # the thread has let go of the work before
+    await device.run(lambda: None)  # the thread has let go of the work before
     gc.collect()
     assert gone() is None
 
@@ -151,7 +151,7 @@ async def test_the_compute_thread_stays_on_its_cores() -> None:
     some = frozenset(sorted(os.sched_getaffinity(0))[:1])
     device = CpuDevice(1, some)
     try:
-        assert await device.submit(lambda: os.sched_getaffinity(0)) == some
+        assert await device.run(lambda: os.sched_getaffinity(0)) == some
         assert os.sched_getaffinity(0) >= some  # the loop's thread is free
     finally:
         await device.close()

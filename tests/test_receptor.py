@@ -98,7 +98,7 @@ async def test_a_dispatch_lease_is_returned_only_after_its_last_row_was_read() -
         assert released == []
         assert expert.queues.rows[STAGE] == 1
         while not released:
-            await expert.device.submit(lambda: None)
+            await expert.device.run(lambda: None)
         assert released == ["released"]
         assert expert.queues.rows[STAGE] == 0
         await engine.settled()

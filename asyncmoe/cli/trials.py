@@ -68,7 +68,7 @@ async def _compute(name: str, threads: int) -> str:
         done: list[str] = []
         for dtype in (torch.float32, torch.bfloat16):
             x = torch.ones(ROWS, HIDDEN, dtype=dtype, device=where)
-            total = await device.submit(partial(_sum_of_product, x))
+            total = await device.run(partial(_sum_of_product, x))
             if total != ROWS * ROWS * HIDDEN:
                 raise AsyncMoeError(f"a {dtype} product gave {total}, not {ROWS * ROWS * HIDDEN}")
             done.append(str(dtype).removeprefix("torch."))

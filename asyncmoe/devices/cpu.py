@@ -10,18 +10,17 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from asyncmoe import native
 from asyncmoe.cores import Cores
-from asyncmoe.device import Device
+from asyncmoe.device import Device, Done
 
-T = TypeVar("T")
 CLOSE_TIMEOUT_S = 2.0  # well within cluster.shutdown_timeout_s, after which processes are killed
 _LOG = logging.getLogger(__name__)
-_Item = tuple[Callable[[], Any], asyncio.Future[Any]]
+_Item = tuple[Callable[[], Any], Done, asyncio.AbstractEventLoop]
 
 
 class CpuDevice(Device):
@@ -36,11 +35,9 @@ class CpuDevice(Device):
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Callable[[], T]) -> asyncio.Future[T]:
+    def submit(self, work: Callable[[], Any], done: Done) -> None:
         """Queue `work` for the compute thread."""
-        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._queue.put((work, future))
-        return future
+        self._queue.put((work, done, asyncio.get_running_loop()))
 
     def busy_s(self) -> float:
         """Seconds that the thread spent in work."""
@@ -66,29 +63,20 @@ class CpuDevice(Device):
             native.kernels.set_threads(self.threads)
         with torch.inference_mode():
             while (item := self._queue.get()) is not None:
-                work, future = item
+                work, done, loop = item
                 begin_s = time.perf_counter()
                 result = None
                 failure: BaseException | None = None
                 try:
                     result = work()
-                except StopIteration as error:  # a future refuses it
-                    failure = RuntimeError(f"the work raised {error!r}")
                 except BaseException as error:  # a panic in an extension must not end the thread
                     failure = error
-                self._busy_s += time.perf_counter() - begin_s
+                compute_s = time.perf_counter() - begin_s
+                self._busy_s += compute_s
                 # A closed loop has left this thread behind, see `close`.
                 with contextlib.suppress(RuntimeError):
-                    future.get_loop().call_soon_threadsafe(_settle, future, result, failure)
-                del item, work, future, result, failure  # nothing of a batch outlives it here
+                    loop.call_soon_threadsafe(done, result, failure, compute_s)
+                # nothing of a batch outlives it here
+                del item, work, done, loop, result, failure
         if native.kernels is not None:
             native.kernels.set_threads(1)  # ends the others: who joins this thread finds none left
-
-
-def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    if future.done():
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(result)
