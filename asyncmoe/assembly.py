@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -85,8 +86,7 @@ def assemble(rank: Rank, blocks: int, deadline: Deadline) -> Parts:
         queues=queues,
         dispatcher=dispatcher,
         home=home,
-        notify=rank.notify,
-        now_s=rank.now_s,
+        now_s=asyncio.get_running_loop().time,
         window_rows=config.transport.window_rows,
         times=rank.times,
     )
@@ -106,6 +106,7 @@ def assemble(rank: Rank, blocks: int, deadline: Deadline) -> Parts:
     scheduler = make_scheduler(config.scheduler, SchedulerContext(chain, fanout=1.0))
     policy = BatchPolicy(config.batch, chain)
     executor = Executor(queues, scheduler, policy, rank.device, stages, rank.times)
+    receptor.notify = executor.notify
     return Parts(queues, transport, dispatcher, home, cache, receptor, executor)
 
 

@@ -148,8 +148,10 @@ class Dispatcher:
             parcel = PackedParcel(ParcelClass.COMBINE, step.stage, rows, 0, block, payload, credits)
             if home == self._rank:
                 local.append(parcel)
+            elif rows <= self._parcel_rows:
+                self._post(home, parcel)
             else:
-                self._send_home(home, parcel)
+                self._post_pieces(home, parcel)
         return local
 
     def credit(self, peer: int, rows: int) -> None:
@@ -174,10 +176,7 @@ class Dispatcher:
         while (parcel := outbox.next()) is not None:
             self._post(peer, parcel)
 
-    def _send_home(self, home: int, parcel: Parcel) -> None:
-        if parcel.rows <= self._parcel_rows:
-            self._post(home, parcel)
-            return
+    def _post_pieces(self, home: int, parcel: Parcel) -> None:
         for first in range(0, parcel.rows, self._parcel_rows):
             last = min(first + self._parcel_rows, parcel.rows)
             self._post(home, parcel.piece(first, last))

@@ -12,14 +12,14 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from asyncmoe.device import Device
 from asyncmoe.microqueue import Queues
-from asyncmoe.passage import Passage, compute_times
+from asyncmoe.passage import Passage, Passed
 from asyncmoe.policy import BatchPolicy
 from asyncmoe.scheduler import QueueView, Scheduler
+from asyncmoe.stage import Kind
 from asyncmoe.stats import RankTimes
 from asyncmoe.steps import AttentionStep, ExpertStep, HeadStep
 
@@ -52,12 +52,6 @@ class Stages(Protocol):
         """The scheduler, or something of the above, raised: nothing will run any more."""
 
 
-@dataclass(slots=True, eq=False)
-class _Running:
-    step: Step
-    after: list[Callable[[], None]] = field(default_factory=list)
-
-
 class Executor:
     """Keeps the device of one rank busy."""
 
@@ -73,7 +67,9 @@ class Executor:
         self._queues, self._scheduler, self._policy = queues, scheduler, policy
         self._device, self._stages, self._times = device, stages, times
         self._loop = asyncio.get_running_loop()
-        self._running: deque[_Running] = deque()
+        self._running: deque[Step] = deque()
+        self._over = 0  # batches that the device is done with
+        self._after: deque[tuple[int, Callable[[], None]]] = deque()  # (then over, what to call)
         self._scheduled = False
         self._timer: asyncio.TimerHandle | None = None  # to look at the queues again
         self._closed = False
@@ -96,7 +92,7 @@ class Executor:
         """Call back when the batches that are now with the device are done; at once if none is."""
         if self._running:
             self._wanted = True
-            self._running[-1].after.append(callback)
+            self._after.append((self._over + len(self._running), callback))
         else:
             callback()
 
@@ -120,22 +116,22 @@ class Executor:
     def _fill(self) -> None:
         while len(self._running) < DEPTH and not self._closed:
             if not self._queues.total:
-                self._look_again(None)
+                if self._timer is not None:
+                    self._look_again(None)
                 return
             begin_s = time.thread_time()
             stage = self._choose()
             if stage is None:
                 break
             step = self._stages.prepare(stage, int(self._policy.max_rows[stage]))
-            if self._is_alone:
+            if step.kind is Kind.ATTENTION and self._is_alone:
                 self._wanted = False
                 last = self._policy.reach(stage, step.row_count)
                 step = self._stages.passage(step, last, lambda: self._wanted)
             self._note(stage, step.row_count)
-            self._running.append(_Running(step))
+            self._running.append(step)
             self._device.submit(step, self._done)
-            times = self._times.kinds[step.kind]
-            times.prepare_s += time.thread_time() - begin_s
+            self._times.kinds[step.kind].prepare_s += time.thread_time() - begin_s
 
     @property
     def _is_alone(self) -> bool:
@@ -202,17 +198,18 @@ class Executor:
     def _done(self, result: Any, error: BaseException | None, compute_s: float) -> None:
         if self._closed:
             return
-        running = self._running.popleft()  # a device works in order
+        step = self._running.popleft()  # a device works in order
+        self._over += 1
         begin_s = time.thread_time()
         try:
             if error is not None:
-                self._stages.failed(running.step, error)
+                self._stages.failed(step, error)
             else:
-                self._passed(running.step, result, compute_s)
-                self._stages.finish(running.step, result)
-            for callback in running.after:
-                callback()
-            self._times.kinds[running.step.kind].finish_s += time.thread_time() - begin_s
+                self._passed(step, result, compute_s)
+                self._stages.finish(step, result)
+            while self._after and self._after[0][0] <= self._over:
+                self._after.popleft()[1]()
+            self._times.kinds[step.kind].finish_s += time.thread_time() - begin_s
             if self._running:
                 self.notify()
             else:  # before anything else that waits for the loop: the device is idle
@@ -221,11 +218,12 @@ class Executor:
             self._break(fault)
 
     def _passed(self, step: Step, result: Any, compute_s: float) -> None:
-        passed = compute_times(step.stage, result, compute_s)
-        for stage, seconds in passed:
-            times = self._times.kinds[self._queues.chain.kind(stage)]
-            times.batches += 1
-            times.rows += step.row_count
-            times.compute_s += seconds
-        for stage, _ in passed[1:]:
-            self._note(stage, step.row_count)
+        """Count the stages that a piece of device work covered."""
+        rows = step.row_count
+        if not isinstance(result, Passed):
+            self._times.kinds[step.kind].add(rows, compute_s)
+            return
+        for stage, seconds in result.stages:
+            self._times.kinds[self._queues.chain.kinds[stage]].add(rows, seconds)
+        for stage, _ in result.stages[1:]:
+            self._note(stage, rows)

@@ -120,6 +120,7 @@ class Home:
         self._decode_slot = np.full(config.max_requests, NONE, np.int64)
         self._decode_chunk = np.full(config.max_requests, NONE, np.int64)
         self._length = np.zeros(config.max_requests, np.int64)  # tokens known: prompt and answer
+        self.request_ids = torch.zeros(config.max_requests, dtype=torch.int64)  # of each row
 
     @property
     def running(self) -> int:
@@ -226,6 +227,7 @@ class Home:
     def _start(self, request: Request) -> None:
         row = request.row = self._free_rows.pop()
         self._by_row[row] = request
+        self.request_ids[row] = request.request_id
         self.pool.reserve(row, request.blocks)
         self._decode_slot[row] = self.table.allocate(1)[0]
         self._decode_chunk[row] = NONE
@@ -329,15 +331,19 @@ class Home:
         Rows that arrived before the last stage but one ended are copied now, by the loop: a sender
         may wait for their memory, and no merge behind that is certain to come.
         """
-        self.table.let_go()
-        oldest = self.table.oldest_arrival
+        table = self.table
+        table.let_go()
+        if not table.arrived:
+            self._seen_arrival = None
+            return
+        oldest = table.oldest_arrival
         if oldest is not None and oldest is self._seen_arrival:
             self._settle()
         self._seen_arrival = oldest
         self._see_to_arrivals()
 
     def _see_to_arrivals(self) -> None:
-        if self.table.oldest_arrival is not None and not self._asked:
+        if self.table.arrived and not self._asked:
             self._asked = True
             self._host.soon(self._settle_if_idle)
 

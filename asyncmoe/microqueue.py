@@ -42,19 +42,10 @@ class ChunkQueue:
         head = self._segments[0]
         return head.joined_s, head.joined_decision
 
-    def put(
-        self,
-        chunks: NDArray[np.int64],
-        rows: NDArray[np.int64],
-        now_s: float,
-        decision: int,
-        total: int | None = None,
-    ) -> None:
-        """Append chunks of `rows` rows each; `total`: together, where that is known."""
-        if total is None:
-            total = int(rows.sum())
-        self._segments.append(ChunkSegment(chunks, rows, total, now_s, decision))
-        self.rows += total
+    def put(self, segment: ChunkSegment) -> None:
+        """Append chunks."""
+        self._segments.append(segment)
+        self.rows += segment.total
 
     def take(self, max_rows: int) -> NDArray[np.int64]:
         """Remove and return chunks of up to `max_rows` rows together; at least one chunk."""
@@ -213,15 +204,25 @@ class Queues:
         """
         queue = self._queues[stage]
         assert isinstance(queue, ChunkQueue)
-        queue.put(chunks, rows, now_s, self.decision, total)
-        self._note(stage, queue)
+        if not queue.rows:
+            self.oldest_s[stage], self.oldest_decision[stage] = now_s, self.decision
+        if total is None:
+            total = int(rows.sum())
+        queue.put(ChunkSegment(chunks, rows, total, now_s, self.decision))
+        self.rows[stage] = queue.rows
+        self.total += total
 
     def put_parcel(self, source: int, parcel: Parcel, hold: Hold, now_s: float) -> None:
         """Rows became ready for an expert stage."""
-        queue = self._queues[parcel.stage]
+        stage = parcel.stage
+        queue = self._queues[stage]
         assert isinstance(queue, RowQueue)
+        before = queue.rows
+        if not before:
+            self.oldest_s[stage], self.oldest_decision[stage] = now_s, self.decision
         queue.put(RowSegment(source, parcel, hold, now_s, self.decision))
-        self._note(parcel.stage, queue)
+        self.rows[stage] = queue.rows
+        self.total += queue.rows - before
 
     def take_chunks(self, stage: int, max_rows: int) -> NDArray[np.int64]:
         """See `ChunkQueue.take`."""

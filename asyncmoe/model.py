@@ -84,6 +84,13 @@ class RowBatch:
     block_table: Tensor  # int64 [segments, max_blocks], block ids; past the context any of its own
     request: Tensor  # int64 [segments]: row of the per-request cache tensors
     block_tokens: int
+    # int64 [requests]: id of the request on each row of the per-request tensors
+    request_ids: Tensor | None = None
+
+    def row_requests(self) -> Tensor:
+        """int64 [rows]: id of each row's request. The batch must have come from a home rank."""
+        assert self.request_ids is not None
+        return self.request_ids[self.request].repeat_interleave(self.query_start.diff())
 
 
 @dataclass(slots=True)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,8 +78,3 @@ class Passage:
         slots = torch.from_numpy(self.first.rows.slots)
         self.first.table.residual.index_copy_(0, slots, x)
         return Passed(2 * layer, None, stages)
-
-
-def compute_times(stage: int, result: Any, compute_s: float) -> Sequence[tuple[int, float]]:
-    """The stages that a piece of device work covered, in order, and seconds of compute of each."""
-    return result.stages if isinstance(result, Passed) else ((stage, compute_s),)

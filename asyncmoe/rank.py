@@ -305,10 +305,6 @@ class Rank:
 
     # ---- what the home calls (home.Host)
 
-    def notify(self) -> None:
-        """Rows became ready for a stage."""
-        self.executor.notify()
-
     def now_s(self) -> float:
         """See `Host`."""
         return self._loop.time()

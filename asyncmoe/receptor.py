@@ -34,7 +34,6 @@ class Receptor:
         queues: Queues,
         dispatcher: Dispatcher,
         home: Home | None,
-        notify: Callable[[], None],
         now_s: Callable[[], float],
         window_rows: int,
         times: RankTimes,
@@ -46,7 +45,8 @@ class Receptor:
         self._rank, self._chain, self._local, self._dtype = rank, chain, local, dtype
         self._expert_stages = {s for s in range(len(chain)) if chain.kind(s) is Kind.EXPERT}
         self._queues, self._dispatcher, self._home = queues, dispatcher, home
-        self._notify, self._now_s, self._times = notify, now_s, times
+        self.notify: Callable[[], None] = _nothing  # to be set: rows became ready
+        self._now_s, self._times = now_s, times
         self._window_rows = window_rows
         self._held_rows: Counter[int] = Counter()  # by home: its credits that are here
 
@@ -58,11 +58,9 @@ class Receptor:
             raise ProtocolError(f"parcel for stage {parcel.stage}, which is no expert stage")
         if parcel.payload.dtype is not self._dtype:
             raise ProtocolError(f"payload of {parcel.payload.dtype}; the model has {self._dtype}")
-        self._notify()  # before the home asks to be called behind the choice that follows
+        self.notify()  # before the home asks to be called behind the choice that follows
         if parcel.kind is ParcelClass.DISPATCH:
-            self._check_experts(parcel)
-            self._hold(arrival.source, parcel.rows)
-            self._put(arrival.source, parcel, arrival.release)
+            self._take_dispatch(arrival)
         else:
             self._take_combine(arrival)
         self._times.received_parcels += 1
@@ -75,20 +73,22 @@ class Receptor:
 
     def put_local(self, parcel: Parcel) -> None:
         """Rows of this rank for experts of this rank."""
-        self._put(self._rank, parcel, _nothing)
+        if parcel.rows:
+            hold = Hold(parcel.rows, _nothing)
+            self._queues.put_parcel(self._rank, parcel, hold, self._now_s())
 
-    def _put(self, source: int, parcel: Parcel, release: Callable[[], None]) -> None:
+    def _take_dispatch(self, arrival: Arrival) -> None:
+        source, parcel = arrival.source, arrival.parcel
+        self._check_experts(parcel)
         rows = parcel.rows
         if rows == 0:
-            release()
+            arrival.release()
             return
-        self._queues.put_parcel(source, parcel, Hold(rows, release), self._now_s())
-
-    def _hold(self, source: int, rows: int) -> None:
         held = self._held_rows[source] + rows
         if held > self._window_rows:
             raise ProtocolError(f"{held} rows at once; the window has {self._window_rows}")
         self._held_rows[source] = held
+        self._queues.put_parcel(source, parcel, Hold(rows, arrival.release), self._now_s())
 
     def _check_experts(self, parcel: Parcel) -> None:
         layer = self._chain.layer(parcel.stage)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 
 
 class Kind(IntEnum):
@@ -23,6 +24,11 @@ class StageChain:
     """The chain of a model with `layers` MoE layers; stage indices run from 0 to `2 * layers`."""
 
     layers: int
+
+    @cached_property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Kind of each stage."""
+        return (Kind.ATTENTION, Kind.EXPERT) * self.layers + (Kind.HEAD,)
 
     def __len__(self) -> int:
         return 2 * self.layers + 1
@@ -42,9 +48,7 @@ class StageChain:
 
     def kind(self, stage: int) -> Kind:
         """Kind of the stage."""
-        if stage == self.head:
-            return Kind.HEAD
-        return Kind.EXPERT if stage % 2 else Kind.ATTENTION
+        return self.kinds[stage]
 
     def layer(self, stage: int) -> int:
         """MoE layer of the stage; `layers` for H."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from asyncmoe.dispatcher import Dispatcher
 from asyncmoe.errors import AsyncMoeError
@@ -19,7 +20,15 @@ from asyncmoe.model import Cache, Model
 from asyncmoe.passage import Passage, Passed
 from asyncmoe.receptor import Receptor
 from asyncmoe.stage import Kind, StageChain
-from asyncmoe.steps import AttentionStep, ExpertStep, HeadStep, Rows, expert_step, gather_rows
+from asyncmoe.steps import (
+    AttentionResult,
+    AttentionStep,
+    ExpertStep,
+    HeadStep,
+    Rows,
+    expert_step,
+    gather_rows,
+)
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +68,7 @@ class RankStages:
 
     def prepare(self, stage: int, max_rows: int) -> Step:
         """See `Stages`."""
-        kind, layer = self._chain.kind(stage), self._chain.layer(stage)
+        kind, layer = self._chain.kinds[stage], stage // 2
         if kind is Kind.EXPERT:
             return expert_step(
                 self._model,
@@ -106,28 +115,33 @@ class RankStages:
     def finish(self, step: Step, result: Any) -> None:
         """See `Stages`."""
         match step:
+            case ExpertStep():
+                self._leave_experts(step, result)
             case AttentionStep():
-                slots, result = self._home.leave_attention(step, result)
-                if len(slots):
-                    local = self._dispatcher.dispatch(
-                        step.stage + 1, self._home.table, slots, result
-                    )
-                    if local is not None:
-                        self._receptor.put_local(local)
-                self._home.pump()
+                self._leave_attention(step, result)
             case HeadStep():
                 self._home.leave_head(step, result)
             case Passage():
                 self._leave_passage(step, result)
-            case ExpertStep():
-                for parcel in self._dispatcher.combine(step, result):
-                    self._home.take_in(parcel)
-                for segment in step.segments:
-                    rows = segment.parcel.rows
-                    segment.hold.read(rows)
-                    self._receptor.left(segment.source, rows)
         if self._home_or_none is not None:
             self._home_or_none.let_go()
+
+    def _leave_attention(self, step: AttentionStep, result: AttentionResult) -> None:
+        home = self._home
+        slots, result = home.leave_attention(step, result)
+        if len(slots):
+            local = self._dispatcher.dispatch(step.stage + 1, home.table, slots, result)
+            if local is not None:
+                self._receptor.put_local(local)
+        home.pump()
+
+    def _leave_experts(self, step: ExpertStep, out: Tensor) -> None:
+        for parcel in self._dispatcher.combine(step, out):
+            self._home.take_in(parcel)
+        for segment in step.segments:
+            rows = segment.parcel.rows
+            segment.hold.read(rows)
+            self._receptor.left(segment.source, rows)
 
     def _leave_passage(self, step: Passage, passed: Passed) -> None:
         if passed.next_stage is not None:

@@ -18,6 +18,12 @@ class KindTimes:
     prepare_s: float = 0.0  # CPU time on the loop: choose, take, gather columns
     finish_s: float = 0.0  # CPU time on the loop: route, post parcels, move chunks on
 
+    def add(self, rows: int, compute_s: float) -> None:
+        """A batch of `rows` rows has been computed."""
+        self.batches += 1
+        self.rows += rows
+        self.compute_s += compute_s
+
 
 @dataclass(slots=True)
 class RankTimes:

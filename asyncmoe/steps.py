@@ -41,6 +41,7 @@ class Rows:
     context: NDArray[np.int64]  # [segments] tokens up to each segment's last row
     block_table: NDArray[np.int64]  # [segments, blocks]
     request: NDArray[np.int64]  # [segments]
+    request_ids: torch.Tensor | None = None  # see `RowBatch`
     _batch: RowBatch | None = None
 
     @property
@@ -61,6 +62,7 @@ class Rows:
                 block_table=torch.from_numpy(self.block_table),
                 request=torch.from_numpy(self.request),
                 block_tokens=self.block_tokens,
+                request_ids=self.request_ids,
             )
         return self._batch
 
@@ -87,7 +89,7 @@ def gather_rows(home: Home, chunks: NDArray[np.int64]) -> Rows:
             chunk_table.slots, table.position, table.epoch, table.part_count, pool.table,
             pool.block_tokens,
         )  # fmt: skip
-        return Rows(pool.block_tokens, *columns)
+        return Rows(pool.block_tokens, *columns, home.request_ids)
     counts = chunk_table.rows[chunks]
     order = np.argsort(counts > 1, kind="stable")
     chunks, counts = chunks[order], counts[order]
@@ -113,6 +115,7 @@ def gather_rows(home: Home, chunks: NDArray[np.int64]) -> Rows:
         context,
         pool.table[request, :blocks],
         request,
+        home.request_ids,
     )
 
 
@@ -246,12 +249,15 @@ def expert_step(
     """
     if len(segments) > 1:
         segments.sort(key=lambda segment: segment.source)  # each home's output is one slice
-    parcels = [(segment.source, pack(segment.parcel)) for segment in segments]
-    rows = sum([parcel.count for _, parcel in parcels])
+    rows, parcels, blocks = 0, [], []
+    for segment in segments:
+        parcel = pack(segment.parcel)
+        rows += parcel.count
+        parcels.append((segment.source, parcel))
+        blocks.append((segment.source, parcel.count, parcel.pairs, parcel.block))
     if native.columns is None:
         columns = _expert_columns(parcels, local, local_experts, per_expert)
     else:
-        blocks = [(source, p.count, p.pairs, p.block) for source, p in parcels]
         columns = native.columns.expert_batch(blocks, local, local_experts, per_expert)
     return ExpertStep(stage, layer, model, segments, rows, *columns)
 

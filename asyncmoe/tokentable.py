@@ -52,7 +52,7 @@ class TokenTable:
         self._scratch = np.empty(slots, np.int64)
         self._place_scratch = np.empty(slots * max_parts, np.int64)
         # (rows, their places, what to call then): arrived and to be copied; in order
-        self._arrived: deque[tuple[torch.Tensor, NDArray[np.int64], Callable[[], None]]] = deque()
+        self.arrived: deque[tuple[torch.Tensor, NDArray[np.int64], Callable[[], None]]] = deque()
         self._copied: deque[Callable[[], None]] = deque()
         self._settling = threading.Lock()
         self._free = np.arange(slots - 1, -1, -1, dtype=np.int64)
@@ -122,7 +122,7 @@ class TokenTable:
             self.dropped_rows += parcel.rows - len(keep)
             payload = payload.index_select(0, torch.from_numpy(keep))
         if len(place):
-            self._arrived.append((payload, place, release))
+            self.arrived.append((payload, place, release))
         else:
             release()
         return done
@@ -154,8 +154,8 @@ class TokenTable:
         # One thread at a time, also where nothing is left to take: what another thread took may
         # not be there yet. In the order of arrival, since a place may have had two owners.
         with self._settling:
-            while self._arrived:
-                payload, place, release = self._arrived.popleft()
+            while self.arrived:
+                payload, place, release = self.arrived.popleft()
                 self._copy(payload, place)
                 self._copied.append(release)
 
@@ -175,7 +175,7 @@ class TokenTable:
     def oldest_arrival(self) -> object:
         """What stands for the oldest parcel that is not copied; None if all are."""
         try:
-            return self._arrived[0]
+            return self.arrived[0]
         except IndexError:
             return None
 

@@ -92,15 +92,19 @@ class Defrag(Scheduler):
         self._rows_per_token = rows_per_token(context)
         self._divisors: list[float] = self._rows_per_token.tolist()
         self._look_ahead = LookAhead(chain, parameters.look_ahead, parameters.decay, wrap=False)
-        self._history = parameters.history
-        self._recent: deque[tuple[int, int]] = deque()  # (stage, rows) of the last batches
-        self._drained = [0] * len(chain)  # their rows by stage
-        self._drained_tokens = np.zeros(len(chain))
+        # (stage, rows) of the last batches
+        self._recent: deque[tuple[int, int]] = deque(maxlen=parameters.history)
 
     def scores(self, view: QueueView) -> NDArray[np.float64]:
         """[stages]: S of every stage, in tokens; meaningful where the stage is not empty."""
         depth = view.rows / self._rows_per_token
-        np.add(depth, self._drained_tokens, out=self._look_ahead.values)
+        values = self._look_ahead.values
+        values[:] = depth
+        drained: dict[int, int] = {}
+        for stage, rows in self._recent:  # whole numbers until the end: no rounding error builds up
+            drained[stage] = drained.get(stage, 0) + rows
+        for stage, rows in drained.items():
+            values[stage] += rows / self._divisors[stage]
         return depth + self._look_ahead()
 
     def choose(self, view: QueueView) -> int | None:
@@ -108,12 +112,3 @@ class Defrag(Scheduler):
 
     def executed(self, stage: int, rows: int) -> None:
         self._recent.append((stage, rows))
-        self._drain(stage, rows)
-        if len(self._recent) > self._history:
-            old_stage, old_rows = self._recent.popleft()
-            self._drain(old_stage, -old_rows)
-
-    def _drain(self, stage: int, rows: int) -> None:
-        self._drained[stage] += rows
-        # from the whole number each time, so that no rounding error builds up
-        self._drained_tokens[stage] = self._drained[stage] / self._divisors[stage]

@@ -96,6 +96,8 @@ class DefragAging(Defrag):
 
     def executed(self, stage: int, rows: int) -> None:
         super().executed(stage, rows)
+        if self._offered is _NO_STAGES and not self._aged:
+            return
         # a stage that was not runnable, or that ran, starts anew
         if self._aged:
             self._age = np.zeros(len(self._age))

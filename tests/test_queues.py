@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncmoe.microqueue import ChunkQueue, Hold, Queues, RowQueue, RowSegment
+from asyncmoe.microqueue import ChunkQueue, ChunkSegment, Hold, Queues, RowQueue, RowSegment
 from asyncmoe.routing import route
 from asyncmoe.stage import StageChain
 from asyncmoe.transport import Parcel, ParcelClass
@@ -72,7 +72,7 @@ def test_discarded_rows_are_gone_and_their_lease_is_returned_once() -> None:
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 12))
 def test_chunks_leave_whole_and_in_order(rows: list[int], most: int) -> None:
     queue = ChunkQueue()
-    queue.put(np.arange(len(rows)), np.array(rows), 0.0, 0)
+    queue.put(ChunkSegment(np.arange(len(rows)), np.array(rows), sum(rows), 0.0, 0))
     order = []
     while queue.rows:
         chunks = queue.take(most)
