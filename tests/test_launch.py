@@ -22,9 +22,11 @@ import pytest
 
 from asyncmoe import configfile
 from asyncmoe.config import Config
+from asyncmoe.deadline import Deadline
+from asyncmoe.directory import MemoryDirectory
 from asyncmoe.errors import RankFailed
 from asyncmoe.frontend.bootstrap import with_token
-from asyncmoe.frontend.launch import form_cluster
+from asyncmoe.frontend.launch import Cluster, form_cluster
 from asyncmoe.frontend.localranks import RANK_COMMAND, LocalRanks
 from asyncmoe.frontend.world import Rendezvous, fit_to_world
 from asyncmoe.world import World
@@ -93,6 +95,17 @@ async def test_killed_rank_is_reported_with_the_signal() -> None:
 
         with pytest.raises(RankFailed, match=r"rank 1 failed: .*SIGKILL"):
             await asyncio.wait_for(asyncio.shield(local.failed), 10)
+
+
+async def test_rank_killed_after_the_start_is_logged_with_the_signal(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with running("import time; time.sleep(60)") as local:
+        cluster = Cluster(config_of(2), (), MemoryDirectory(), Deadline(10), local)
+        await cluster.start(asyncio.sleep(0))
+        os.kill(local.pids[1], signal.SIGKILL)
+
+        await until(lambda: "rank 1 failed: it was killed by signal SIGKILL" in caplog.text)
 
 
 async def test_cause_is_reported_rather_than_its_consequences() -> None:

@@ -93,6 +93,8 @@ class AsyncEngine:
         self.lost: dict[int, str] = {}  # ranks that are gone, and why
         self.unable: dict[int, str] = {}  # home ranks that are there but run no requests, and why
         self.tokens_out = 0  # tokens of all requests so far
+        # Told of each step: numbers of the requests that got a token, and `time.monotonic()`.
+        self.on_tokens: Callable[[Sequence[int], float], None] | None = None
         self._others = others
         self._numbers = itertools.count(1)
         self._unnamed = itertools.count(1)
@@ -257,6 +259,8 @@ class AsyncEngine:
         """One step of one home rank: a constant amount of work per token in it."""
         now_s = time.monotonic()  # uvloop's own clock counts whole milliseconds
         self.tokens_out += len(message.tokens)
+        if self.on_tokens is not None:
+            self.on_tokens(message.request_ids, now_s)
         for number, token, finish, stop_token, logprobs in zip(
             message.request_ids,
             message.tokens,

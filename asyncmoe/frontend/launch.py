@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from asyncmoe.frontend.localranks import LocalRanks
 from asyncmoe.frontend.world import ONE_RANK, Rendezvous, detect_world, fit_to_world
 from asyncmoe.world import World
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
 OWN_STORE_S = 2.0  # how long rank 0 tries to reach the store in its own process
@@ -47,10 +50,14 @@ class Cluster:
         """The result of `work`, which starts the ranks of this process.
 
         As soon as another rank fails, `work` is cancelled and that rank's `RankFailed` raised.
-        Whatever fails, no other rank is left running.
+        Whatever fails, no other rank is left running. What fails later is logged.
         """
         try:
-            return await (work if self.ranks is None else self._first(work, self.ranks.failed))
+            if self.ranks is None:
+                return await work
+            result = await self._first(work, self.ranks.failed)
+            self.ranks.failed.add_done_callback(_log_failure)
+            return result
         except BaseException as error:
             await self._abandon(error)
             raise
@@ -184,3 +191,8 @@ def _checked(config: Config, size: int) -> Config:
     registry.find("devices", config.device.name)
     transport = config.transport.model_copy(update={"name": name})
     return config.model_copy(update={"transport": transport})
+
+
+def _log_failure(failed: asyncio.Future[None]) -> None:
+    if not failed.cancelled():
+        log.error("%s", failed.exception())
