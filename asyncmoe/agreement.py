@@ -15,14 +15,16 @@ from importlib.metadata import version
 import orjson
 
 from asyncmoe.checkpoint import Checkpoint
-from asyncmoe.config import Config
+from asyncmoe.config import Config, SchedulerConfig
 from asyncmoe.errors import ConfigError, ProtocolError
 from asyncmoe.model import ModelSpec
 from asyncmoe.placement import Placement
+from asyncmoe.registry import find, scheduler_parameters
 from asyncmoe.transport import Directory
 
 _SECTIONS = ("engine", "kv")  # the front end reckons with rank 0's values for every home
 _KEYS = {
+    "model": ("routing",),
     "transport": ("window_rows", "parcel_bytes", "message_bytes"),
     "cluster": ("peer_timeout_s",),
 }
@@ -35,8 +37,8 @@ def fingerprint(
 ) -> dict[str, str]:
     """What must be equal on all ranks, by the name that a user knows it by; short printable text.
 
-    Paths, threads, addresses, the scheduling rule and its batch sizes may differ. Raises
-    `CheckpointError` if a weight file cannot be read.
+    Paths, threads, addresses and batch sizes may differ, and the scheduling rule unless it is
+    synchronous. Raises `CheckpointError` if a weight file cannot be read.
     """
     found = {
         "the version of asyncmoe": version("asyncmoe"),
@@ -46,6 +48,7 @@ def fingerprint(
         "placement.roles": _short(",".join(placement.roles)),
         "placement (owner of each expert)": _digest(placement.owner.tobytes()),
     }
+    found |= _synchronous_rule(config.scheduler)
     for item in fields(spec):
         found[f"the model's {item.name}"] = _short(str(getattr(spec, item.name)))
     for section in _SECTIONS:
@@ -54,6 +57,16 @@ def fingerprint(
     for section, keys in _KEYS.items():
         for key in keys:
             found[f"{section}.{key}"] = _short(str(getattr(getattr(config, section), key)))
+    return found
+
+
+def _synchronous_rule(config: SchedulerConfig) -> dict[str, str]:
+    """The rule that all ranks must share, if it takes them through the layers in step."""
+    synchronous = find("schedulers", config.name).synchronous
+    found = {"the synchronous scheduler": _short(config.name) if synchronous else "none"}
+    if synchronous:
+        for key, value in scheduler_parameters(config).model_dump().items():
+            found[f"scheduler.parameters.{key}"] = _short(str(value))
     return found
 
 

@@ -8,22 +8,25 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asyncmoe.config import DeviceConfig
+from asyncmoe.config import DeviceConfig, MetricsConfig
 from asyncmoe.cores import core_share
 from asyncmoe.deadline import Deadline
 from asyncmoe.device import Device
 from asyncmoe.dispatcher import Dispatcher
+from asyncmoe.errors import ConfigError
 from asyncmoe.executor import Executor
 from asyncmoe.home import Home
 from asyncmoe.kvcache import BlockPool, cache_tensors
+from asyncmoe.metrics.probe import Probe
 from asyncmoe.microqueue import Queues
 from asyncmoe.model import Cache
+from asyncmoe.peers import RankPeers
 from asyncmoe.placement import Role
 from asyncmoe.policy import BatchPolicy
 from asyncmoe.receptor import Receptor
-from asyncmoe.registry import find, make_scheduler
+from asyncmoe.registry import find, make_scheduler, scheduler_parameters
 from asyncmoe.samplingtable import SamplingTable
-from asyncmoe.scheduler import SchedulerContext
+from asyncmoe.scheduler import Scheduler, SchedulerContext
 from asyncmoe.stages import RankStages
 from asyncmoe.tokentable import TokenTable
 from asyncmoe.transport import Limits, Transport, TransportContext
@@ -43,7 +46,9 @@ class Parts:
     home: Home | None  # None on a rank that holds experts only
     cache: Cache
     receptor: Receptor
+    scheduler: Scheduler
     executor: Executor
+    probe: Probe | None
 
 
 def make_device(config: DeviceConfig, place: World) -> Device:
@@ -63,6 +68,12 @@ def assemble(rank: Rank, blocks: int, deadline: Deadline) -> Parts:
     """
     config, spec, chain, placement = rank.config, rank.spec, rank.chain, rank.placement
     per_expert = config.engine.combine == "per_expert"
+    to_all = scheduler_parameters(config.scheduler).to_all
+    if to_all and per_expert:
+        raise ConfigError(
+            f"engine.combine is per_expert, but the exchange of {config.scheduler.name} gives one "
+            "partial sum per rank with experts; allowed is per_rank"
+        )
     queues = Queues(chain)
     limits = _limits(rank)
     transport = _make_transport(rank, limits, deadline)
@@ -72,14 +83,16 @@ def assemble(rank: Rank, blocks: int, deadline: Deadline) -> Parts:
         chain=chain,
         transport=transport,
         limits=limits,
-        row_bytes=spec.hidden * spec.dtype.itemsize,
+        row_bytes=spec.row_bytes,
         window_rows=config.transport.window_rows,
         per_expert=per_expert,
+        to_all=to_all,
     )
-    home, cache = _make_home(rank, queues, blocks, per_expert)
+    home, cache = _make_home(rank, queues, blocks, per_expert, to_all)
     local = np.where(placement.owner == rank.rank, placement.local.astype(np.int64), -1)
     receptor = Receptor(
         rank=rank.rank,
+        world=rank.world,
         chain=chain,
         local=local,
         dtype=spec.dtype,
@@ -89,6 +102,7 @@ def assemble(rank: Rank, blocks: int, deadline: Deadline) -> Parts:
         now_s=asyncio.get_running_loop().time,
         window_rows=config.transport.window_rows,
         times=rank.times,
+        copies=find("schedulers", config.scheduler.name).synchronous,
     )
     stages = RankStages(
         model=rank.model,
@@ -103,11 +117,31 @@ def assemble(rank: Rank, blocks: int, deadline: Deadline) -> Parts:
         fatal=rank.stop,
     )
     # A dispatch row stands for all pairs of its token on this rank, so rows are tokens already.
-    scheduler = make_scheduler(config.scheduler, SchedulerContext(chain, fanout=1.0))
+    peers = RankPeers(rank.rank, placement, dispatcher, receptor, home, transport.send)
+    scheduler = make_scheduler(config.scheduler, SchedulerContext(chain, 1.0, peers))
     policy = BatchPolicy(config.batch, chain)
-    executor = Executor(queues, scheduler, policy, rank.device, stages, rank.times)
+    probe = _make_probe(config.metrics, queues, dispatcher, home)
+    watched = stages if probe is None else probe.watched(stages)
+    depth = config.device.depth
+    executor = Executor(queues, scheduler, policy, rank.device, watched, rank.times, depth)
+    if probe is not None:
+        probe.computing = lambda: executor.computing
     receptor.notify = executor.notify
-    return Parts(queues, transport, dispatcher, home, cache, receptor, executor)
+    return Parts(queues, transport, dispatcher, home, cache, receptor, scheduler, executor, probe)
+
+
+def _make_probe(
+    config: MetricsConfig, queues: Queues, dispatcher: Dispatcher, home: Home | None
+) -> Probe | None:
+    """Not yet started."""
+
+    def gauges() -> list[float]:
+        own = [0, 0, 0, 0] if home is None else home.occupancy()
+        return [*own, dispatcher.waiting_rows, dispatcher.outstanding_rows]
+
+    if config.probe_period_s is None:
+        return None
+    return Probe(queues, gauges, config.probe_period_s)
 
 
 def _limits(rank: Rank) -> Limits:
@@ -144,14 +178,16 @@ def _make_transport(rank: Rank, limits: Limits, deadline: Deadline) -> Transport
 
 
 def _make_home(
-    rank: Rank, queues: Queues, blocks: int, per_expert: bool
+    rank: Rank, queues: Queues, blocks: int, per_expert: bool, to_all: bool
 ) -> tuple[Home | None, Cache]:
     if rank.placement.roles[rank.rank] is Role.EXPERT:
         return None, ()
     config, spec, device = rank.config, rank.spec, rank.device.torch_device
     requests = config.engine.max_requests
     expert_ranks = len(np.unique(rank.placement.owner)) or 1
-    parts = spec.top_k if per_expert else min(spec.top_k, expert_ranks)
+    parts = expert_ranks if to_all else min(spec.top_k, expert_ranks)
+    if per_expert:
+        parts = spec.top_k
     # A chunk is never split, so it must fit every batch that it may be part of.
     rows = min(config.engine.prefill_chunk, config.batch.attention_max_rows)
     if rank.model.has_finish:

@@ -39,13 +39,15 @@ class ChunkTable:
         """Chunks in the layers."""
         return len(self.rows) - len(self._free)
 
-    def open(self, request: int, slots: NDArray[np.int64], earlier: int, samples: bool) -> int:
+    def open(
+        self, request: int, slots: NDArray[np.int64], earlier: int, samples: bool, stage: int = 0
+    ) -> int:
         """Make a chunk of `slots`, behind chunk `earlier` of the same request (or NONE)."""
         chunk = self._free.pop()
         self.request[chunk] = request
         self.rows[chunk] = len(slots)
         self.missing[chunk] = 0
-        self.stage[chunk] = 0
+        self.stage[chunk] = stage
         self.first_slot[chunk] = slots[0]
         self.samples[chunk] = samples
         self.slots[chunk] = slots

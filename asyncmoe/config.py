@@ -43,7 +43,15 @@ class ModelConfig(Section):
     load_format: Literal["safetensors", "dummy"] = Field(
         "safetensors", description="dummy makes random weights from config.json alone"
     )
-    seed: int = Field(0, ge=0, description="Seed of dummy weights")
+    seed: int = Field(0, ge=0, description="Seed of dummy weights and of made-up routing")
+    routing: str = Field(
+        "model",
+        description="Which experts rows go to: model, which is its own router, or for experiments "
+        "uniform, zipf:S, hot:EXPERTS,SHARE, replay:FILE",
+    )
+    record_routing: str | None = Field(
+        None, description="Each rank writes its router's choices to FILE.rankN (Parquet)"
+    )
     context: int | None = Field(
         None, ge=1, description="Longest sequence in tokens; default is the model's own"
     )
@@ -85,11 +93,22 @@ class PlacementConfig(Section):
     roles: list[Literal["attention", "expert", "both"]] | None = Field(
         None, description="One per rank; default both"
     )
+    attention_ranks: int | None = Field(
+        None,
+        ge=1,
+        description="The first so many ranks do attention alone and all others experts alone; "
+        "default as roles says",
+    )
     experts_per_rank: list[int] | None = Field(
         None, description="Experts of each rank, in order; default as even as possible"
     )
     file: str | None = Field(
         None, description='JSON file {"roles": [...], "owner": [[rank of each expert] per layer]}'
+    )
+    profile: str | None = Field(
+        None,
+        description="Balance the experts' load over the ranks: FILE of a recorded routing (bench "
+        "--record-routing), or `routing` for that of model.routing",
     )
 
 
@@ -181,6 +200,13 @@ class DeviceConfig(Section):
     threads: int | None = Field(
         None, ge=1, description="Compute threads of a rank; default cores / local ranks"
     )
+    depth: int = Field(
+        2,
+        ge=1,
+        le=2,
+        description="Batches with the device at once; with 1 nothing of the loop's work on a batch "
+        "is done while another computes (for experiments)",
+    )
     pin: bool = Field(
         True, description="Keep the compute threads of several ranks of a machine on own cores"
     )
@@ -193,6 +219,17 @@ class ServerConfig(Section):
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one")
     served_name: str | None = Field(None, description="Model name in the API; default model.name")
     body_bytes: int = Field(8 << 20, ge=1024, description="Largest request body")
+
+
+class MetricsConfig(Section):
+    """What is measured beside the counters that every rank keeps."""
+
+    probe_period_s: float | None = Field(
+        None,
+        gt=0,
+        description="Sample queue depths and gauges this often (the period grows in long runs) and "
+        "count batch sizes and waits; default not at all",
+    )
 
 
 class LogConfig(Section):
@@ -214,4 +251,5 @@ class Config(Section):
     engine: EngineConfig = Field(default_factory=EngineConfig)
     device: DeviceConfig = Field(default_factory=DeviceConfig)
     server: ServerConfig = Field(default_factory=ServerConfig)
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig)
     log: LogConfig = Field(default_factory=LogConfig)

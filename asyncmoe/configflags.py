@@ -15,6 +15,7 @@ ALIASES = {
     "--quantize": "model.quantize",
     "--load-format": "model.load_format",
     "--context": "model.context",
+    "--routing": "model.routing",
     "--ranks": "cluster.ranks",
     "--transport": "transport.name",
     "--scheduler": "scheduler.name",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -26,6 +26,10 @@ class Device(ABC):
       to later work;
     - an exception in the work is handed to `done`, and later work still runs.
     """
+
+    # Whether it lives on a virtual loop. Such a device is given one stage at a time, since its work
+    # takes no time by itself: a passage would be over at the moment that it begins.
+    virtual: ClassVar[bool] = False
 
     torch_device: torch.device
 

@@ -8,7 +8,9 @@ was posted, and is posted at once. So no combine ever stands behind a dispatch t
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -79,10 +81,12 @@ class Dispatcher:
         row_bytes: int,
         window_rows: int,
         per_expert: bool,
+        to_all: bool = False,
     ) -> None:
-        self._rank, self._chain = rank, chain
+        """`to_all`: each row goes to every rank with experts of its layer."""
+        self._rank = rank
         self._transport = transport
-        self.router = Router(chain, placement.owner, placement.world, per_expert)
+        self.router = Router(chain, placement.owner, placement.world, per_expert, to_all)
         if limits.parcel_bytes < row_bytes:
             raise ConfigError(
                 f"transport.parcel_bytes = {limits.parcel_bytes}: a row of this model takes "
@@ -95,18 +99,35 @@ class Dispatcher:
             for peer in range(placement.world)
             if peer != rank
         }
+        # [stages, ranks] dispatch rows that have left
+        self.sent_rows = np.zeros((len(chain), placement.world), np.int64)
         self.sent_parcels = 0
-        self.sent_bytes = 0
+        self.bytes_to = [0] * placement.world  # payload sent to each rank
 
     @property
     def waiting_rows(self) -> int:
         """Dispatch rows that wait for credits."""
         return sum(p.rows for box in self._outboxes.values() for p in box.waiting)
 
+    def held_back(self, stage: int) -> dict[int, int]:
+        """Dispatch rows for `stage` that wait for credits, by rank."""
+        found: dict[int, int] = {}
+        for peer, box in self._outboxes.items():
+            if box.waiting:
+                rows = sum(parcel.rows for parcel in box.waiting if parcel.stage == stage)
+                if rows:
+                    found[peer] = rows
+        return found
+
     @property
     def outstanding_rows(self) -> int:
         """Dispatch rows whose credits are with expert ranks."""
         return sum(box.window.outstanding for box in self._outboxes.values())
+
+    @property
+    def sent_bytes(self) -> int:
+        """Payload sent to all ranks."""
+        return sum(self.bytes_to)
 
     def dispatch(
         self,
@@ -121,16 +142,16 @@ class Dispatcher:
         """
         routed = result.routed
         if routed is None:  # rows were taken out behind the step
-            layer, epochs = self._chain.layer(stage), table.epoch[slots]
+            epochs = table.epoch[slots]
             routed = self.router(
-                layer, slots, epochs, result.hidden, result.experts, result.weights
+                stage, slots, epochs, result.hidden, result.experts, result.weights
             )
         table.expect(slots, stage, routed.parts)
         local = None
-        for to, parcel in routed.parcels:
+        for to, parcel in _in_turn(self._rank, routed.parcels):
             if to == self._rank:
                 local = parcel
-            else:
+            elif to in self._outboxes:  # else it is lost
                 self._outboxes[to].waiting.append(parcel)
                 self._flush(to)
         return local
@@ -141,14 +162,17 @@ class Dispatcher:
         Returns the parcels of rows whose home is this rank.
         """
         local: list[Parcel] = []
+        parcels = []
         first = 0
         for home, rows, credits, block in step.back:
             payload = out if rows == out.shape[0] else out[first : first + rows]
             first += rows
             parcel = PackedParcel(ParcelClass.COMBINE, step.stage, rows, 0, block, payload, credits)
+            parcels.append((home, parcel))
+        for home, parcel in _in_turn(self._rank, parcels):
             if home == self._rank:
                 local.append(parcel)
-            elif rows <= self._parcel_rows:
+            elif parcel.rows <= self._parcel_rows:
                 self._post(home, parcel)
             else:
                 self._post_pieces(home, parcel)
@@ -168,12 +192,13 @@ class Dispatcher:
                 self._flush(peer)
 
     def forget(self, peer: int) -> None:
-        """The peer is lost: drop what waits for it."""
-        self._outboxes[peer].waiting.clear()
+        """The peer is lost: drop what waits for it, its credits, and all that is to come."""
+        self._outboxes.pop(peer, None)
 
     def _flush(self, peer: int) -> None:
         outbox = self._outboxes[peer]
         while (parcel := outbox.next()) is not None:
+            self.sent_rows[parcel.stage, peer] += parcel.rows
             self._post(peer, parcel)
 
     def _post_pieces(self, home: int, parcel: Parcel) -> None:
@@ -187,4 +212,14 @@ class Dispatcher:
         except PeerLost:
             return  # whoever depends on it is told by `on_peer_lost`
         self.sent_parcels += 1
-        self.sent_bytes += parcel.rows * self._row_bytes
+        self.bytes_to[peer] += parcel.rows * self._row_bytes
+
+
+def _in_turn(rank: int, parcels: list[tuple[int, PackedParcel]]) -> list[tuple[int, PackedParcel]]:
+    """`parcels` to ranks in ascending order, those to ranks above `rank` first.
+
+    Ranks that are done at the same time would otherwise all send to rank 0 first, which can take in
+    no more than its link does while those of the others are idle.
+    """
+    above = bisect_right(parcels, rank, key=itemgetter(0))
+    return parcels[above:] + parcels[:above]

@@ -9,7 +9,6 @@ is no task that could be left behind.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -63,9 +62,13 @@ class Executor:
         device: Device,
         stages: Stages,
         times: RankTimes,
+        depth: int = DEPTH,
     ) -> None:
+        """`depth`: batches with the device at once."""
         self._queues, self._scheduler, self._policy = queues, scheduler, policy
         self._device, self._stages, self._times = device, stages, times
+        self._depth = depth
+        self._synchronous = scheduler.synchronous
         self._loop = asyncio.get_running_loop()
         self._running: deque[Step] = deque()
         self._over = 0  # batches that the device is done with
@@ -79,7 +82,9 @@ class Executor:
     def notify(self) -> None:
         """Rows became ready. Coalesced: what arrives in one turn of the loop is seen at once."""
         self._wanted = True
-        if not self._scheduled and not self._closed:
+        if self._scheduled or self._closed:
+            return
+        if len(self._running) < DEPTH or self._synchronous:  # else the end of a batch looks again
             self._scheduled = True
             self._loop.call_soon(self._pump)
 
@@ -114,24 +119,26 @@ class Executor:
             self._break(error)
 
     def _fill(self) -> None:
-        while len(self._running) < DEPTH and not self._closed:
+        if self._synchronous:
+            self._scheduler.attend(self._queues.rows)
+        while len(self._running) < self._depth and not self._closed:
             if not self._queues.total:
                 if self._timer is not None:
                     self._look_again(None)
                 return
-            begin_s = time.thread_time()
+            begin_s = self._times.clock()
             stage = self._choose()
             if stage is None:
                 break
             step = self._stages.prepare(stage, int(self._policy.max_rows[stage]))
-            if step.kind is Kind.ATTENTION and self._is_alone:
+            if step.kind is Kind.ATTENTION and not self._device.virtual and self._is_alone:
                 self._wanted = False
                 last = self._policy.reach(stage, step.row_count)
                 step = self._stages.passage(step, last, lambda: self._wanted)
             self._note(stage, step.row_count)
             self._running.append(step)
             self._device.submit(step, self._done)
-            self._times.kinds[step.kind].prepare_s += time.thread_time() - begin_s
+            self._times.kinds[step.kind].prepare_s += self._times.clock() - begin_s
 
     @property
     def _is_alone(self) -> bool:
@@ -149,7 +156,7 @@ class Executor:
         if not count:
             self._look_again(next_s)
             return None
-        if self._running and count == 1 and not self._is_full(first):
+        if not self._synchronous and self._running and count == 1 and not self._is_full(first):
             return None
         if self._scheduler.work_conserving and self._is_all(first):
             return first
@@ -164,7 +171,8 @@ class Executor:
             )
         )
         if stage is None:
-            self._look_again(None if self._running else now_s + ASK_AGAIN_S)
+            asleep = self._running or self._synchronous  # until something happens
+            self._look_again(None if asleep else now_s + ASK_AGAIN_S)
         elif not 0 <= stage < len(runnable) or not runnable[stage]:
             raise ValueError(f"it chose stage {stage}, which is not runnable")
         return stage
@@ -200,16 +208,18 @@ class Executor:
             return
         step = self._running.popleft()  # a device works in order
         self._over += 1
-        begin_s = time.thread_time()
+        begin_s = self._times.clock()
         try:
             if error is not None:
                 self._stages.failed(step, error)
             else:
                 self._passed(step, result, compute_s)
                 self._stages.finish(step, result)
+            if self._synchronous:
+                self._scheduler.finished(step.stage)
             while self._after and self._after[0][0] <= self._over:
                 self._after.popleft()[1]()
-            self._times.kinds[step.kind].finish_s += time.thread_time() - begin_s
+            self._times.kinds[step.kind].finish_s += self._times.clock() - begin_s
             if self._running:
                 self.notify()
             else:  # before anything else that waits for the loop: the device is idle

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,12 +21,13 @@ from asyncmoe.errors import ConfigError, RequestError
 from asyncmoe.kvcache import BlockPool
 from asyncmoe.messages import Admit, Ended, Message, TokensOut
 from asyncmoe.microqueue import Queues
+from asyncmoe.request import Request, checked_request
 from asyncmoe.sampler import BAD_LOGITS, Sampled
-from asyncmoe.sampling import SamplingParams
 from asyncmoe.samplingtable import GO_ON, STOP, SamplingTable
 from asyncmoe.stage import StageChain
 from asyncmoe.steps import AttentionResult, AttentionStep, HeadStep, Rows
 from asyncmoe.tokentable import TokenTable
+from asyncmoe.tracks import Tracks
 from asyncmoe.transport import Parcel
 
 
@@ -67,21 +67,6 @@ def _nothing() -> None:
     pass
 
 
-@dataclass(slots=True, eq=False)
-class Request:
-    """One admitted or waiting request."""
-
-    request_id: int
-    prompt: NDArray[np.int64]
-    params: SamplingParams
-    limit: int  # most new tokens
-    blocks: int
-    deadline_s: float  # loop time
-    row: int = NONE
-    injected: int = 0  # prompt positions that have entered the layers
-    chunks: list[int] = field(default_factory=list)  # in the layers, in order
-
-
 class Home:
     """The requests of one home rank, from admission to their last token."""
 
@@ -107,6 +92,7 @@ class Home:
             )
         self.table, self.pool, self.sampling = table, pool, sampling
         self.chunks = ChunkTable(config.slots)
+        self._tracks = Tracks(chain, self.chunks)
         self._config, self._context, self._vocab = config, context, vocab
         self._chain, self._queues, self._prune = chain, queues, prune
         self._host = host
@@ -120,7 +106,7 @@ class Home:
         self._decode_slot = np.full(config.max_requests, NONE, np.int64)
         self._decode_chunk = np.full(config.max_requests, NONE, np.int64)
         self._length = np.zeros(config.max_requests, np.int64)  # tokens known: prompt and answer
-        self.request_ids = torch.zeros(config.max_requests, dtype=torch.int64)  # of each row
+        self.id_of_row = torch.zeros(config.max_requests, dtype=torch.int64)
 
     @property
     def running(self) -> int:
@@ -145,6 +131,15 @@ class Home:
             "chunks": self.chunks.in_use,
         }
 
+    def occupancy(self) -> list[int]:
+        """Requests in the layers and waiting, token slots and KV blocks in use."""
+        return [
+            self.running,
+            self.waiting,
+            self.table.slots - self.table.free_slots,
+            self.pool.blocks - self.pool.free_blocks,
+        ]
+
     # ---- admission
 
     def admit(self, message: Admit) -> None:
@@ -163,36 +158,11 @@ class Home:
         self.pump()
 
     def _checked(self, message: Admit) -> Request:
-        prompt = np.asarray(message.prompt, np.int64)
-        params = SamplingParams.from_wire(message.sampling)
-        params.check_against(self._vocab, self._context)
         if message.request_id in self._by_id:
             raise RequestError(f"request id {message.request_id} is in use", "request_id")
-        if not len(prompt):
-            raise RequestError("the prompt is empty", "prompt")
-        if int(prompt.min()) < 0 or int(prompt.max()) >= self._vocab:
-            wrong = prompt[(prompt < 0) | (prompt >= self._vocab)][0]
-            raise RequestError(
-                f"prompt token id {wrong}: the vocabulary has ids 0 to {self._vocab - 1}", "prompt"
-            )
-        if len(prompt) >= self._context:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens; the context is {self._context} tokens, "
-                "answer included",
-                "prompt",
-            )
-        room = self._context - len(prompt)
-        limit = room if params.max_tokens is None else min(params.max_tokens, room)
-        blocks = self.pool.needed(len(prompt) + limit - 1)
-        if blocks > self.pool.blocks:
-            raise RequestError(
-                f"{len(prompt)} prompt tokens and {limit} new ones need {blocks} KV blocks of "
-                f"{self.pool.block_tokens} tokens; the pool has {self.pool.blocks}",
-                "prompt",
-            )
         timeout_s = self._config.request_timeout_s
         deadline_s = math.inf if timeout_s is None else self._host.now_s() + timeout_s
-        return Request(message.request_id, prompt, params, limit, blocks, deadline_s)
+        return checked_request(message, self._vocab, self._context, self.pool, deadline_s)
 
     def pump(self) -> None:
         """Admit what fits, in order, and put prefill chunks into the layers while slots last.
@@ -227,7 +197,7 @@ class Home:
     def _start(self, request: Request) -> None:
         row = request.row = self._free_rows.pop()
         self._by_row[row] = request
-        self.request_ids[row] = request.request_id
+        self.id_of_row[row] = request.request_id
         self.pool.reserve(row, request.blocks)
         self._decode_slot[row] = self.table.allocate(1)[0]
         self._decode_chunk[row] = NONE
@@ -241,7 +211,8 @@ class Home:
         self.table.token[slots] = request.prompt[first:last]
         self.table.position[slots] = np.arange(first, last)
         earlier = request.chunks[-1] if request.chunks else NONE
-        chunk = self.chunks.open(request.row, slots, earlier, samples=last == len(request.prompt))
+        stage, samples = self._tracks.first_stage(earlier), last == len(request.prompt)
+        chunk = self.chunks.open(request.row, slots, earlier, samples, stage)
         self.table.chunk[slots] = chunk
         request.chunks.append(chunk)
         request.injected = last
@@ -401,10 +372,10 @@ class Home:
 
     def _begin_decode(self, chunk: int) -> None:
         """The prompt is through: from here on the request goes by its decode slot."""
-        row = int(self.chunks.request[chunk])
+        row, stage = int(self.chunks.request[chunk]), int(self.chunks.stage[chunk])
         self._close_chunk(chunk)
         slots = self._decode_slot[row : row + 1].copy()
-        decode = self.chunks.open(row, slots, NONE, samples=True)
+        decode = self.chunks.open(row, slots, NONE, True, stage)
         self.table.chunk[slots] = decode
         self._decode_chunk[row] = decode
 
@@ -414,7 +385,7 @@ class Home:
         self.table.token[slots] = tokens
         self.table.position[slots] = self._length[rows]
         self._length[rows] += 1
-        self.chunks.stage[chunks] = 0
+        self.chunks.stage[chunks] = self._tracks.next_stages(chunks)
         self._enqueue(chunks)
 
     # ---- the end

@@ -3,7 +3,10 @@
 A buffer is written by the transport (filling), then read by the rank (held), and belongs to nobody
 again (free) only after the last read. A transfer that fails halfway leaves its buffer quarantined:
 it has no new owner until the transport has proof that no late write can reach it. Each change of
-owner raises the buffer's generation, so that whoever names an old one is found out.
+owner raises the buffer's generation.
+
+The pool of `make_pool` is compiled where that is there (`native/src/columns/lease.cpp`); it is used
+like the one here.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from enum import IntEnum
 
 import torch
 
-from asyncmoe.errors import ProtocolError
+from asyncmoe import native
 
 _SMALLEST_BYTES = 4096
 
@@ -33,14 +36,13 @@ _FILLING, _HELD, _QUARANTINED, _FREE = LeaseState
 class Block:
     """Memory that is leased again and again."""
 
-    __slots__ = ("generation", "id", "memory", "tensor", "view")
+    __slots__ = ("generation", "id", "memory", "tensor")
 
     def __init__(self, block_id: int, tensor: torch.Tensor) -> None:
         self.id = block_id
         self.generation = 0
         self.tensor = tensor  # uint8 [capacity]
         self.memory = tensor.numpy().data if tensor.is_cpu else memoryview(b"")  # host memory only
-        self.view = tensor  # as rows of the dtype and width of its last lease, all that fit
 
 
 class Lease:
@@ -67,15 +69,7 @@ class Lease:
 
     def rows(self, dtype: torch.dtype, rows: int, hidden: int) -> torch.Tensor:
         """The leased bytes as [rows, hidden] of `dtype`, without a copy."""
-        block = self._block
-        if not self.nbytes:
-            return torch.empty((rows, hidden), dtype=dtype, device=block.tensor.device)
-        view = block.view
-        if view.dtype is not dtype or view.shape[-1] != hidden or view.dim() != 2:
-            # Kept for the next parcel: one like it is likely, and a view costs microseconds.
-            most = block.tensor.numel() // (hidden * dtype.itemsize)
-            view = block.view = block.tensor.view(dtype).as_strided((most, hidden), (hidden, 1))
-        return view.narrow(0, 0, rows)
+        return rows_of(self._block.tensor, dtype, rows, hidden)
 
     def arrived(self) -> None:
         """The payload is visible: filling -> held."""
@@ -106,6 +100,30 @@ class Lease:
                 self._on_free()
 
 
+def rows_of(memory: torch.Tensor, dtype: torch.dtype, rows: int, hidden: int) -> torch.Tensor:
+    """The first bytes of `memory` (uint8 [n]) as [rows, hidden] of `dtype`, without a copy."""
+    nbytes = rows * hidden * dtype.itemsize
+    if not nbytes:
+        return torch.empty((rows, hidden), dtype=dtype, device=memory.device)
+    return memory.narrow(0, 0, nbytes).view(dtype).view(rows, hidden)
+
+
+_IDLE_BYTES = 256 << 20
+
+
+def _host_memory(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def make_pool(
+    idle_bytes: int = _IDLE_BYTES, allocate: Callable[[int], torch.Tensor] = _host_memory
+) -> LeasePool:
+    """As `LeasePool`, compiled if that is there."""
+    kind = LeasePool if native.columns is None else native.columns.LeasePool
+    pool: LeasePool = kind(idle_bytes, allocate)
+    return pool
+
+
 class LeasePool:
     """The buffers of one rank, in sizes that are powers of two so that they fit each other.
 
@@ -115,8 +133,8 @@ class LeasePool:
 
     def __init__(
         self,
-        idle_bytes: int = 256 << 20,
-        allocate: Callable[[int], torch.Tensor] = lambda size: torch.empty(size, dtype=torch.uint8),
+        idle_bytes: int = _IDLE_BYTES,
+        allocate: Callable[[int], torch.Tensor] = _host_memory,
     ) -> None:
         self._limit_bytes = idle_bytes
         self._allocate = allocate  # size in bytes -> uint8 [size]: pinned or registered memory
@@ -151,16 +169,6 @@ class LeasePool:
     def lend(self, block: Block, nbytes: int, on_free: Callable[[], None]) -> Lease:
         """Lease the first `nbytes` of such memory, which nobody else leases now; as `adopt`."""
         return self._lease(Lease(self, block, nbytes, on_free))
-
-    def find(self, lease_id: int, generation: int) -> Lease:
-        """The lease that a peer names. Raises `ProtocolError` if it is not there or stale."""
-        lease = self._live.get(lease_id)
-        if lease is None or lease.generation != generation:
-            current = "none" if lease is None else f"generation {lease.generation}"
-            raise ProtocolError(
-                f"frame field lease is {lease_id} generation {generation}; allowed: {current}"
-            )
-        return lease
 
     @property
     def filling(self) -> int:

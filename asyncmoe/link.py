@@ -1,58 +1,51 @@
 """One authenticated, framed connection to a peer, on a non-blocking stream socket.
 
-Outgoing frames are lists of buffers that go out through `sendmsg` without being joined; a frame is
-*sent* when the kernel has taken its last byte. Incoming bytes are scattered by `recvmsg_into`
-straight to where the handler wants them, together with the next prelude, so that a steady stream
-costs one system call a frame, one more a wake-up, and no copy. Work per wake-up is bounded, so that
-a busy peer does not starve the others of the loop. Heartbeats keep an idle link alive; a silent one
-is lost.
+What goes over it is written by a `Writer` and read by a `Reader`; this is what is around them: when
+the loop has to call which, heartbeats that keep an idle link alive, and how a link ends, orderly or
+not. A silent peer is lost.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import socket
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from itertools import islice
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from asyncmoe import native
 from asyncmoe.errors import FAREWELL, PeerLost, ProtocolError
 from asyncmoe.packed import Buffer
-from asyncmoe.transport import Limits
-from asyncmoe.wire import (
-    PRELUDE_BYTES,
-    FrameKind,
-    Prelude,
-    decode_prelude,
-    encode_signal,
-)
+from asyncmoe.reader import Reader, make_reader
+from asyncmoe.transport import Limits, Parcel, Posted
+from asyncmoe.twophase import Inbound, Outbound, Transfer
+from asyncmoe.wire import FrameKind, encode_signal
+from asyncmoe.writer import make_writer
 
-_READS_PER_WAKE = 16
-_READ_BYTES_PER_WAKE = 4 << 20
 _WRITES_PER_WAKE = 16
-_BUFFERS_PER_WRITE = 64
 _TICKS_PER_TIMEOUT = 5  # a heartbeat per tick without other output; lost after a silent timeout
 
 
 class LinkHandler(Protocol):
     """Who gives the frames of a link their meaning. All calls are made on the loop."""
 
-    def on_frame(self, prelude: Prelude) -> Sequence[memoryview]:
-        """A parcel or message begins: the memory for what follows its prelude on this link.
+    inbound: Inbound  # takes the messages, and the parcels if they are whole
+    whole: bool  # whether payloads follow their columns on this link
+
+    def on_announced(self, transfer: Transfer) -> None:
+        """A parcel's control frame is here, and its payload is to come elsewhere.
 
         Raises `ProtocolError` to refuse it, which costs the peer the connection.
         """
 
-    def on_filled(self) -> None:
-        """That memory is filled. Raises `ProtocolError` as `on_frame`."""
-
     def on_notice(self) -> None:
         """A notice: something has changed that both sides see. Raises `ProtocolError` likewise."""
+
+    def on_taken(self, parcel_class: int, count: int) -> None:
+        """The peer has `count` more parcels of a class whole. Raises `ProtocolError` likewise."""
+
+    def on_leave(self) -> None:
+        """The peer sends nothing more: what it has sent elsewhere is due before the link is lost.
+        Raises `ProtocolError` likewise."""
 
     def on_lost(self, error: PeerLost) -> None:
         """The link is gone, not by this side's wish; called once, from the loop itself."""
@@ -67,22 +60,15 @@ class Link:
         self.peer = peer
         self.error: PeerLost | None = None  # why nothing can be sent any more
         self._sock, self._rank, self._limits = sock, rank, limits
-        self._send, self._receive = _calls(sock)
         self._loop = asyncio.get_running_loop()
+        self._writer = make_writer(sock, self._wait_to_write, self._fault)
+        self._reader: Reader | None = None
         self._handler: LinkHandler | None = None
         self._timeout_s = peer_timeout_s
         self._tick_s = peer_timeout_s / _TICKS_PER_TIMEOUT
         self._timer = self._loop.call_later(self._tick_s, self._tick)
         self._silent_ticks = 0
-        self._wrote = False
-        self._queue: deque[Buffer] = deque()  # what has to go out, in order
-        self._marks: deque[tuple[int, Callable[[], object]]] = deque()  # (offset, what to call)
-        self._queued = 0  # bytes ever queued
-        self._sent = 0  # bytes ever taken by the kernel
-        self._head = memoryview(bytearray(PRELUDE_BYTES))
-        self._wanted: list[memoryview] = [self._head]  # where incoming bytes go, in order
-        self._left = PRELUDE_BYTES  # bytes up to the end of the next prelude
-        self._filling = False  # whether the handler's memory stands before that prelude
+        self._sent_before = 0  # bytes at the last tick
         self._again: asyncio.Handle | None = None  # reads on in the loop's next turn
         self._ended: asyncio.Future[None] | None = None  # set by `close`: resolved at the end
         sock.setblocking(False)
@@ -92,20 +78,31 @@ class Link:
     def open(self, handler: LinkHandler) -> None:
         """Begin to read; everything that arrived since the handshake is handed over now."""
         self._handler = handler
-        if self.error is None:
-            self._silent_ticks = 0
-            self._loop.add_reader(self._sock, self._on_readable)
-        else:
+        if self.error is not None:
             self._loop.call_soon(handler.on_lost, self.error)
+            return
+        self._silent_ticks = 0
+        self._reader = make_reader(
+            self._sock,
+            handler.inbound,
+            self._limits,
+            handler.whole,
+            handler.on_announced,
+            self._on_signal,
+        )
+        self._loop.add_reader(self._sock, self._on_readable)
 
     def send(self, buffers: Sequence[Buffer], on_sent: Callable[[], object] | None = None) -> None:
-        """Queue one frame. Its buffers must not change until `on_sent`, which is called once the
-        kernel has all of them, maybe before this returns, or never if the link is lost first.
+        """Queue one frame; see `Writer.send`. Raises `PeerLost` if the link is lost already."""
+        if self.error is not None:
+            self.check()
+        self._writer.send(buffers, on_sent)
 
-        Raises `PeerLost` if it is lost already.
-        """
-        self.check()
-        self._enqueue(buffers, on_sent)
+    def post(self, outbound: Outbound, parcel: Parcel) -> Posted:
+        """Queue a parcel whole; see `Writer.post`. Raises `PeerLost` likewise."""
+        if self.error is not None:
+            self.check()
+        return self._writer.post(outbound, parcel)
 
     def check(self) -> None:
         """Raise `PeerLost` if nothing can be sent any more."""
@@ -125,8 +122,11 @@ class Link:
                 return
             self.error = PeerLost(self.peer, "this rank closed its transport")
             self._timer.cancel()
+            if self._reader is not None:
+                self._reader.stop()
+                self._reader = None
             self._loop.add_reader(self._sock, self._discard)
-            self._enqueue([encode_signal(FrameKind.GOODBYE, self._rank)], self._no_more)
+            self._writer.send([encode_signal(FrameKind.GOODBYE, self._rank)], self._no_more)
         try:
             async with asyncio.timeout(self._timeout_s):
                 await asyncio.shield(self._ended)
@@ -158,10 +158,10 @@ class Link:
         self._loop.remove_reader(self._sock)
         self._loop.remove_writer(self._sock)
         self._sock.close()
-        self._send = self._receive = _closed  # the descriptor may soon be somebody else's
-        self._queue.clear()
-        self._marks.clear()
-        self._wanted.clear()
+        self._writer.stop()  # the descriptor may soon be somebody else's
+        if self._reader is not None:
+            self._reader.stop()
+            self._reader = None
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(None)
 
@@ -174,50 +174,19 @@ class Link:
             if self._silent_ticks >= _TICKS_PER_TIMEOUT:
                 self.lose(f"silent for {self._timeout_s:g} s")
                 return
-        if not self._wrote and not self._queue:
-            self._enqueue([encode_signal(FrameKind.HEARTBEAT, self._rank)], None)
-        self._wrote = False
+        writer = self._writer
+        if writer.idle and writer.sent == self._sent_before:
+            writer.send([encode_signal(FrameKind.HEARTBEAT, self._rank)])
+        self._sent_before = writer.sent
 
     # -- sending ---------------------------------------------------------------------------------
 
-    def _enqueue(self, buffers: Sequence[Buffer], on_sent: Callable[[], object] | None) -> None:
-        idle = not self._queue
-        for buffer in buffers:
-            if buffer:
-                self._queue.append(buffer)
-                self._queued += len(buffer)
-        if on_sent is not None:
-            self._marks.append((self._queued, on_sent))
-        if idle and not self._write(1):
-            self._loop.add_writer(self._sock, self._on_writable)
+    def _wait_to_write(self) -> None:
+        self._loop.add_writer(self._sock, self._on_writable)
 
     def _on_writable(self) -> None:
-        if self._write(_WRITES_PER_WAKE) and self._sock.fileno() >= 0:
+        if self._writer.write(_WRITES_PER_WAKE) and self._sock.fileno() >= 0:
             self._loop.remove_writer(self._sock)
-
-    def _write(self, most: int) -> bool:
-        """Give the kernel what it takes, in at most `most` calls; whether nothing is left."""
-        queue = self._queue
-        for _ in range(most):
-            try:
-                taken = self._send(queue)
-            except OSError as error:
-                self._fault(error)
-                return True
-            if taken < 0:
-                return False
-            self._wrote = True
-            self._sent += taken
-            while taken and taken >= len(queue[0]):
-                taken -= len(queue.popleft())
-            if taken:
-                queue[0] = memoryview(queue[0])[taken:]
-            marks = self._marks
-            while marks and marks[0][0] <= self._sent:
-                marks.popleft()[1]()
-            if not queue:
-                return True
-        return False
 
     def _no_more(self) -> None:
         """The goodbye is out: tell the peer's kernel that no byte follows."""
@@ -235,30 +204,22 @@ class Link:
     def _on_readable(self) -> None:
         # Up to the call that says that there is no more, or it is over: of a connection that was
         # reset, uvloop tells once and never again, also while there are bytes before the reset.
-        budget = _READ_BYTES_PER_WAKE
-        for _ in range(_READS_PER_WAKE):
-            try:
-                got = self._receive(self._wanted)
-            except OSError as error:
-                self._fault(error)
-                return
-            if got < 0:
-                return
-            if not got:
-                self.lose("the connection ended without a goodbye")
-                return
-            self._silent_ticks = 0
-            try:
-                self._take(got)
-            except ProtocolError as error:
-                self.lose(f"malformed frame: {error}")
-                return
-            budget -= got
-            if self.error is not None:
-                return
-            if budget <= 0:
-                break
-        if self._again is None:
+        if self._reader is None:
+            return
+        try:
+            more = self._reader.read()
+            if more < 0 and self._handler is not None:
+                self._handler.on_leave()
+        except OSError as error:
+            self._fault(error)
+            return
+        except ProtocolError as error:
+            self.lose(f"malformed frame: {error}")
+            return
+        self._silent_ticks = 0
+        if more < 0:
+            self.lose("the connection ended without a goodbye")
+        elif more and self._again is None:
             self._again = self._loop.call_soon(self._read_on)
 
     def _read_on(self) -> None:
@@ -267,37 +228,15 @@ class Link:
         if self.error is None:
             self._on_readable()
 
-    def _take(self, got: int) -> None:
-        """Account for `got` bytes at the front of `_wanted`."""
-        self._left -= got
-        if self._left:
-            _advance(self._wanted, got)
-        if self._filling and self._left <= PRELUDE_BYTES:
-            self._filling = False
-            self._filled()
-        if self._left == 0 and self.error is None:
-            self._begin()
-
-    def _begin(self) -> None:
-        """A prelude is whole: ask where its frame goes."""
+    def _on_signal(self, kind: int, parcel_class: int, count: int) -> None:
         assert self._handler is not None
-        self._wanted, self._left = [self._head], PRELUDE_BYTES
-        prelude = decode_prelude(self._head, self._limits)
-        if prelude.kind == FrameKind.GOODBYE:
+        if kind == FrameKind.GOODBYE:
+            self._handler.on_leave()
             self.lose(FAREWELL)
-        elif prelude.kind == FrameKind.NOTICE:
+        elif kind == FrameKind.NOTICE:
             self._handler.on_notice()
-        elif prelude.kind != FrameKind.HEARTBEAT:
-            body = [view for view in self._handler.on_frame(prelude) if view]
-            self._left = sum(map(len, body)) + PRELUDE_BYTES
-            self._wanted = [*body, self._head]
-            self._filling = bool(body)
-            if not body:
-                self._filled()
-
-    def _filled(self) -> None:
-        assert self._handler is not None
-        self._handler.on_filled()
+        else:
+            self._handler.on_taken(parcel_class, count)
 
     def _discard(self) -> None:
         """Closing: read on so that the peer's kernel does not refuse what we sent, keep nothing."""
@@ -309,44 +248,3 @@ class Link:
             got = b""
         if not got:
             self._disconnect()
-
-
-def _calls(
-    sock: socket.socket,
-) -> tuple[Callable[[Iterable[Buffer]], int], Callable[[Iterable[memoryview]], int]]:
-    """How the socket is written from some buffers, and read into some.
-
-    Both return a number of bytes, -1 if they would have to wait, and raise `OSError`.
-    """
-    if native.columns is not None:
-        fd = sock.fileno()
-        return partial(native.columns.send, fd), partial(native.columns.receive, fd)
-
-    def send(buffers: Iterable[Buffer]) -> int:
-        with contextlib.suppress(BlockingIOError, InterruptedError):
-            return sock.sendmsg(islice(buffers, _BUFFERS_PER_WRITE))
-        return -1
-
-    def receive(buffers: Iterable[memoryview]) -> int:
-        with contextlib.suppress(BlockingIOError, InterruptedError):
-            return sock.recvmsg_into(buffers)[0]
-        return -1
-
-    return send, receive
-
-
-def _closed(buffers: object) -> int:
-    raise OSError(errno.EBADF, "the connection is closed")
-
-
-def _advance(views: list[memoryview], count: int) -> None:
-    """Drop the first `count` bytes of `views`."""
-    whole = 0
-    for view in views:
-        if count < len(view):
-            break
-        count -= len(view)
-        whole += 1
-    del views[:whole]
-    if count:
-        views[0] = views[0][count:]

@@ -10,21 +10,22 @@ from __future__ import annotations
 import asyncio
 import socket
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from asyncmoe.errors import PeerLost, ProtocolError, UnknownName
-from asyncmoe.lease import Lease, LeasePool
+from asyncmoe.lease import Lease, make_pool
 from asyncmoe.link import Link
 from asyncmoe.mesh import Meeting, connect_all
 from asyncmoe.reach import Reach, TcpReach
-from asyncmoe.transport import Arrival, Parcel, Posted, Receiver, Transport, TransportContext
-from asyncmoe.twophase import Inbound, Outbound, Transfer
-from asyncmoe.wire import FrameKind, Prelude
+from asyncmoe.transport import Parcel, Posted, Receiver, Transport, TransportContext
+from asyncmoe.twophase import Transfer, make_inbound, make_outbound, report_fault
 
 
 class Peer:
     """One connected rank: its link and both directions of the two phases."""
+
+    placed: ClassVar[bool] = False  # whether `_place` has a say in where payloads go
 
     def __init__(
         self, transport: LinkedTransport, link: Link, generation: int, receiver: Receiver
@@ -32,56 +33,52 @@ class Peer:
         context = transport.context
         self.rank = link.peer
         self.link = link
-        self.outbound = Outbound(context.rank, generation, context.limits)
-        self.inbound = Inbound(
-            link.peer, generation, context.limits, transport.leases, self._deliver, self._place
+        self.whole = transport.whole
+        self.outbound = make_outbound(context.rank, generation, context.limits)
+        self.inbound = make_inbound(
+            link.peer,
+            generation,
+            context.limits,
+            transport.leases,
+            receiver.on_parcel,
+            receiver.on_message,
+            self._place if self.placed else None,
         )
         self._transport, self._receiver = transport, receiver
-        self._transfer: Transfer | None = None  # the frame that the link fills: a parcel
-        self._message: bytearray | None = None  # or a message
 
-    def on_frame(self, prelude: Prelude) -> Sequence[memoryview]:
-        """See `LinkHandler`."""
-        if prelude.kind == FrameKind.TAKEN:
-            self.on_taken(prelude)
-            return ()
-        if prelude.kind != FrameKind.PARCEL:
-            self.inbound.message(prelude)
-            self._message = bytearray(prelude.payload_bytes)
-            return (memoryview(self._message),)
-        self._transfer = self.inbound.accept(prelude)
-        return self._transport._body(self._transfer)
+    def post(self, parcel: Parcel) -> Posted:
+        """Send control frame and payload; `outbound.sent` is due once nothing reads the source."""
+        return self.link.post(self.outbound, parcel)
 
-    def on_filled(self) -> None:
-        """See `LinkHandler`."""
-        message, self._message = self._message, None
-        transfer, self._transfer = self._transfer, None
-        if message is not None:
-            self._guard(self._receiver.on_message, self.rank, bytes(message))
-        elif transfer is not None:
-            self._transport._filled(self, transfer)
+    def on_announced(self, transfer: Transfer) -> None:
+        """See `LinkHandler`. `inbound.arrived` is due once the payload is visible."""
+        raise NotImplementedError
 
     def on_notice(self) -> None:
         """See `LinkHandler`. For peers of transports that send notices."""
         raise ProtocolError("a notice, which this transport does not send")
 
-    def on_taken(self, prelude: Prelude) -> None:
-        """The peer has `prelude.rows` more parcels of `prelude.parcel_class` whole. For peers of
-        transports that count them."""
+    def on_taken(self, parcel_class: int, count: int) -> None:
+        """See `LinkHandler`. For peers of transports that count them."""
         raise ProtocolError("a frame of kind taken, which this transport does not send")
 
-    def _place(self, prelude: Prelude) -> Lease | None:
-        """See `Inbound`. For peers of transports whose senders choose the place."""
+    def on_leave(self) -> None:
+        """See `LinkHandler`."""
+
+    def _place(self, transfer: Transfer) -> Lease | None:
+        """See `Inbound`, which asks only where `placed` is set."""
         return None
 
     def on_lost(self, error: PeerLost) -> None:
         """See `LinkHandler`."""
         self.give_up(error)
-        self._guard(self._receiver.on_peer_lost, self.rank, error)
+        try:
+            self._receiver.on_peer_lost(self.rank, error)
+        except Exception as fault:
+            report_fault(self.rank, fault)
 
     def give_up(self, error: PeerLost) -> None:
         """End everything that is under way with this peer, whose link is gone."""
-        self._transfer = self._message = None
         self._transport._quarantined(self, self.inbound.abandon())
         self._fail_sources(error)
 
@@ -89,28 +86,12 @@ class Peer:
         """Fail what is on its way to the peer: at once, as nothing but the link reads sources."""
         self.outbound.fail(error)
 
-    def _deliver(self, arrival: Arrival) -> None:
-        self._guard(self._receiver.on_parcel, arrival)
-
-    def _guard(self, call: Callable[..., None], *arguments: object) -> None:
-        """A fault of the receiver is not the peer's: report it and read on.
-
-        A `ProtocolError` is the peer's: the receiver found out what the frame alone did not show.
-        """
-        try:
-            call(*arguments)
-        except ProtocolError:
-            raise
-        except Exception as error:
-            asyncio.get_running_loop().call_exception_handler(
-                {"message": f"receiver failed on input of rank {self.rank}", "exception": error}
-            )
-
 
 class LinkedTransport(Transport):
     """A transport with one `Link` to each peer."""
 
     name: ClassVar[str]  # what ranks are published under
+    whole: ClassVar[bool] = False  # whether payloads follow their columns on the link
     option_names: ClassVar[tuple[str, ...]] = ("advertise_host",)
 
     def __init__(self, context: TransportContext) -> None:
@@ -118,8 +99,9 @@ class LinkedTransport(Transport):
         for option in context.options:
             if option not in self.option_names:
                 raise UnknownName(f"option of transport {self.name}", option, self.option_names)
-        self.leases = LeasePool()
+        self.leases = make_pool()
         self._peers: dict[int, Peer] = {}
+        self._closing = False  # set by who flushes more than the links: nothing more is taken
 
     async def start(self, receiver: Receiver) -> None:
         """See `Transport`."""
@@ -148,7 +130,10 @@ class LinkedTransport(Transport):
 
     def post(self, peer: int, parcel: Parcel) -> Posted:
         """See `Transport`."""
-        return self._transmit(self._reachable(peer), parcel)
+        state = self._peers.get(peer)
+        if state is None or state.link.error is not None or self._closing:
+            state = self._reachable(peer)
+        return state.post(parcel)
 
     def send(self, peer: int, message: bytes) -> None:
         """See `Transport`."""
@@ -191,18 +176,6 @@ class LinkedTransport(Transport):
         return Peer(self, link, generation, receiver)
 
     @abstractmethod
-    def _transmit(self, peer: Peer, parcel: Parcel) -> Posted:
-        """Send control frame and payload; report local completion to `peer.outbound.sent`."""
-
-    @abstractmethod
-    def _body(self, transfer: Transfer) -> Sequence[memoryview]:
-        """The memory that the link fills with what follows the parcel's prelude on it."""
-
-    @abstractmethod
-    def _filled(self, peer: Peer, transfer: Transfer) -> None:
-        """That memory is filled; `peer.inbound.arrived` is due once the payload is visible."""
-
-    @abstractmethod
     def _quarantined(self, peer: Peer, leases: Sequence[Lease]) -> None:
         """These leases' transfers are given up: make each `quiet` once no write can come."""
 
@@ -210,5 +183,7 @@ class LinkedTransport(Transport):
         state = self._peers.get(peer)
         if state is None:
             raise ValueError(f"rank {self.context.rank} has no connection to rank {peer}")
+        if self._closing:
+            raise PeerLost(peer, "this rank closed its transport")
         state.link.check()
         return state

@@ -42,6 +42,8 @@ class Admit:
     request_id: Id
     prompt: Listed[U32]
     sampling: dict[str, Any]  # the fields of SamplingParams that the home rank needs
+    # The prompt's KV is not computed: whatever lies there stands for it. For experiments on decode.
+    dummy_kv: bool = False
 
 
 @dataclass(slots=True)

@@ -53,6 +53,14 @@ class ModelSpec:
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     quantize: bool = False  # the weights of products to int8, at load
+    ghost_row_bytes: int | None = None  # of a model that only stands for another: that one's rows
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row on the wire."""
+        if self.ghost_row_bytes is not None:
+            return self.ghost_row_bytes
+        return self.hidden * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)

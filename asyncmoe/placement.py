@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, StrictInt, ValidationError
 
+from asyncmoe.balance import balanced_owner
 from asyncmoe.config import PlacementConfig
 from asyncmoe.errors import ConfigError
 from asyncmoe.model import LoadPlan
@@ -67,12 +69,19 @@ class _PlacementFile(BaseModel):
     owner: list[list[StrictInt]]  # per MoE layer: the rank of each expert
 
 
-def make_placement(config: PlacementConfig, world: int, moe_layers: int, experts: int) -> Placement:
+def make_placement(
+    config: PlacementConfig,
+    world: int,
+    moe_layers: int,
+    experts: int,
+    load: NDArray[np.float64] | None = None,
+) -> Placement:
     """The placement that `config` asks for, of `experts` experts in each of `moe_layers` layers.
 
     Without a file every rank that may hold experts gets a contiguous range of each layer's, as
-    even as possible (256 over 3 ranks: 86, 85, 85) or as `experts_per_rank` says. Raises
-    `ConfigError` with the numbers when an expert would have no rank, a rank no work, or the
+    even as possible (256 over 3 ranks: 86, 85, 85) or as `experts_per_rank` says; with the `load`
+    of every expert [moe_layers, experts], as many experts as that, chosen so that loads are even.
+    Raises `ConfigError` with the numbers when an expert would have no rank, a rank no work, or the
     cluster no home rank.
     """
     if not 1 <= world < MAX_RANKS:
@@ -86,14 +95,21 @@ def make_placement(config: PlacementConfig, world: int, moe_layers: int, experts
             counts = _checked_counts(config.experts_per_rank, world, experts)
         else:
             counts = _even_counts(roles, experts)
-        row = np.repeat(np.arange(world, dtype=np.int64), counts)
-        owner = np.tile(row, (moe_layers, 1))
+        if load is None:
+            row = np.repeat(np.arange(world, dtype=np.int64), counts)
+            owner = np.tile(row, (moe_layers, 1))
+        else:
+            owner = balanced_owner(load, counts)
     _check(roles, owner)
     return Placement(roles, owner.astype(np.uint16), _local_index(owner))
 
 
 def _roles(config: PlacementConfig, file: _PlacementFile | None, world: int) -> tuple[Role, ...]:
     stated = config.roles
+    if config.attention_ranks is not None:
+        if stated is not None:
+            raise ConfigError("placement.roles and placement.attention_ranks are both set; set one")
+        stated = _apart(config.attention_ranks, world)
     if file is not None and file.roles is not None:
         if stated is not None and stated != file.roles:
             raise ConfigError(
@@ -119,6 +135,16 @@ def _roles(config: PlacementConfig, file: _PlacementFile | None, world: int) -> 
             "expert or both, to hold the experts"
         )
     return roles
+
+
+def _apart(attention_ranks: int, world: int) -> list[Literal["attention", "expert", "both"]]:
+    """A role for each rank, none of which is both."""
+    if attention_ranks >= world:
+        raise ConfigError(
+            f"placement.attention_ranks is {attention_ranks} of {world} ranks; at least one must "
+            "be left for the experts"
+        )
+    return ["attention" if rank < attention_ranks else "expert" for rank in range(world)]
 
 
 def _even_counts(roles: Sequence[Role], experts: int) -> list[int]:
@@ -147,6 +173,8 @@ def _checked_counts(counts: list[int], world: int, experts: int) -> list[int]:
 def _read_file(config: PlacementConfig) -> _PlacementFile:
     if config.experts_per_rank is not None:
         raise ConfigError("placement.file and placement.experts_per_rank are both set; set one")
+    if config.profile is not None:
+        raise ConfigError("placement.file and placement.profile are both set; set one")
     path = Path(str(config.file))
     try:
         if path.stat().st_size > FILE_BYTES:
@@ -203,8 +231,9 @@ def _check(roles: Sequence[Role], owner: NDArray[np.int64]) -> None:
 
 def _local_index(owner: NDArray[np.int64]) -> NDArray[np.uint16]:
     local = np.empty(owner.shape, np.uint16)
-    for layer in range(owner.shape[0]):
-        for rank in np.unique(owner[layer]):
-            here = owner[layer] == rank
-            local[layer, here] = np.arange(np.count_nonzero(here))
+    for layer, ranks in enumerate(owner):
+        order = ranks.argsort(kind="stable")
+        counts = np.bincount(ranks)
+        first = counts.cumsum() - counts  # of each rank's experts in `order`
+        local[layer, order] = np.arange(len(ranks)) - first[ranks[order]]
     return local

@@ -39,10 +39,15 @@ from asyncmoe.messages import (
     encode,
 )
 from asyncmoe.model import Cache, Model, ModelSpec
+from asyncmoe.peers import MARK
 from asyncmoe.placement import Placement, make_placement
+from asyncmoe.registry import scheduler_parameters
 from asyncmoe.stage import StageChain
 from asyncmoe.stats import RankTimes
 from asyncmoe.transport import Arrival, Directory
+from asyncmoe.workload.profile import expert_load
+from asyncmoe.workload.rerouted import around, routing_writer
+from asyncmoe.workload.trace import RoutingWriter
 from asyncmoe.world import World
 
 log = logging.getLogger(__name__)
@@ -103,20 +108,25 @@ class Rank:
         config = self.config
         checkpoint = self._checkpoint or open_checkpoint(config.model)
         self.spec = spec = checkpoint.spec
-        self.chain = StageChain(len(spec.moe_layers))
+        self.chain = self._make_chain(len(spec.moe_layers))
         self.placement = make_placement(
-            config.placement, self.world, len(spec.moe_layers), spec.experts
+            config.placement,
+            self.world,
+            len(spec.moe_layers),
+            spec.experts,
+            expert_load(config, spec),
         )
         marks = fingerprint(config, spec, checkpoint, self.placement)
         await agree(self.directory, self.rank, self.world, marks, deadline.left_s)
         blocks = pool_blocks(config.kv, spec, config.engine.max_requests)
         self.kv_blocks_of = dict.fromkeys(self.placement.home_ranks, blocks)
+        writer = self._make_routing_writer()
         self.device = make_device(config.device, self.place)
         self._resources.push_async_callback(self.device.close)
         self._resources.callback(checkpoint.source.give_up)
         try:
             async with asyncio.timeout(deadline.left_s) as limit:
-                self.model: Model = await self.device.run(partial(self._load, checkpoint))
+                self.model: Model = await self.device.run(partial(self._load, checkpoint, writer))
         except TimeoutError:
             if not limit.expired():
                 raise  # a disk's, for example
@@ -132,6 +142,11 @@ class Rank:
         if self.home is not None and config.engine.request_timeout_s is not None:
             self._expire_requests(self.home, config.engine.request_timeout_s)
 
+    def _make_chain(self, layers: int) -> StageChain:
+        """With the tracks that the scheduling rule asks for, if there are layers to go through."""
+        tracks = scheduler_parameters(self.config.scheduler).tracks
+        return StageChain(layers, tracks if layers else 1)
+
     def _expire_requests(self, home: Home, timeout_s: float) -> None:
         """End requests that are over their time; looks again often enough for it to be kept."""
         if not self._closing:
@@ -146,21 +161,33 @@ class Rank:
         del self.model
         self._cache = ()
 
-    def _load(self, checkpoint: Checkpoint) -> Model:
+    def _make_routing_writer(self) -> RoutingWriter | None:
+        """Closed when the device has ended."""
+        writer = routing_writer(self.config.model, self.spec, self.rank)
+        if writer is not None:
+            self._resources.callback(writer.close)
+        return writer
+
+    def _load(self, checkpoint: Checkpoint, writer: RoutingWriter | None) -> Model:
         with checkpoint.source as source:
-            return checkpoint.model_class.load(
+            model = checkpoint.model_class.load(
                 checkpoint.config,
                 self.spec,
                 source,
                 self.placement.load_plan(self.rank),
                 self.device.torch_device,
             )
+        return around(model, self.config.model, writer)
 
     def _build(self, blocks: int, deadline: Deadline) -> None:
         parts = assemble(self, blocks, deadline)
         self.queues, self.transport, self.home = parts.queues, parts.transport, parts.home
         self._dispatcher, self._receptor = parts.dispatcher, parts.receptor
-        self.executor, self._cache = parts.executor, parts.cache
+        self._scheduler, self.executor, self._cache = parts.scheduler, parts.executor, parts.cache
+        self.probe = parts.probe
+        if self.probe is not None:
+            self._resources.callback(self.probe.close)
+            self.probe.start()
 
     async def close(self) -> None:
         """Stop computing, disconnect, end the compute thread. Idempotent."""
@@ -220,6 +247,7 @@ class Rank:
         rows = self.queues.discard(source, slots, epochs)
         if rows:
             self._receptor.left(source, rows)
+            self.executor.notify()  # others may wait for this rank to be through with them
             self.send(source, Credit(rows))
 
     def carriers(self) -> dict[int, str]:
@@ -237,6 +265,7 @@ class Rank:
             "loop_system_s": cpu.ru_stime,
             "sent_parcels": self._dispatcher.sent_parcels,
             "sent_bytes": self._dispatcher.sent_bytes,
+            "bytes_to": list(self._dispatcher.bytes_to),
             "outbox_rows": self._dispatcher.waiting_rows,
             "outstanding_rows": self._dispatcher.outstanding_rows,
             "decisions": self.queues.decision,
@@ -248,6 +277,8 @@ class Rank:
             out["carriers"] = {str(peer): name for peer, name in carriers.items()}
         if self.home is not None:
             out |= self.home.stats()
+        if self.probe is not None:
+            out["probe"] = self.probe.values()
         return out
 
     # ---- what the transport calls (transport.Receiver)
@@ -276,7 +307,11 @@ class Rank:
         if self._closing:
             return
         try:
-            self._handle(source, decode(message))
+            if message.startswith(MARK):
+                if self._scheduler.heard(source, message[len(MARK) :]):
+                    self.executor.notify()
+            else:
+                self._handle(source, decode(message))
         except ProtocolError:
             raise
         except Exception as error:
@@ -294,6 +329,8 @@ class Rank:
             return
         log.error("%s", error)
         self._dispatcher.forget(peer)
+        self._scheduler.lost(peer)
+        self.executor.notify()
         if peer == FRONT_END:
             self.stop(PeerLost(peer, "it hosts the front end"))
         elif self.home is not None and bool((self.placement.owner == peer).any()):

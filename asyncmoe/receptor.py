@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -28,6 +27,7 @@ class Receptor:
         self,
         *,
         rank: int,
+        world: int,
         chain: StageChain,
         local: NDArray[np.int64],
         dtype: torch.dtype,
@@ -37,11 +37,15 @@ class Receptor:
         now_s: Callable[[], float],
         window_rows: int,
         times: RankTimes,
+        copies: bool = False,
     ) -> None:
         """`local`: [MoE layers, experts] local index of each expert; -1 where it is elsewhere.
 
         `dtype`: the model's, which payloads must have. `window_rows`: credits of each home.
+        `copies`: dispatch rows do not wait in the transport's memory, since their stage may wait
+        for more of them, which need that memory.
         """
+        self._copies = copies
         self._rank, self._chain, self._local, self._dtype = rank, chain, local, dtype
         self._expert_stages = {s for s in range(len(chain)) if chain.kind(s) is Kind.EXPERT}
         self._queues, self._dispatcher, self._home = queues, dispatcher, home
@@ -49,10 +53,12 @@ class Receptor:
         self._now_s, self._times = now_s, times
         self._window_rows = window_rows
         self._held_rows: Counter[int] = Counter()  # by home: its credits that are here
+        # [stages, ranks] dispatch rows that have come
+        self.arrived_rows = np.zeros((len(chain), world), np.int64)
 
     def take(self, arrival: Arrival) -> None:
         """A parcel of another rank. Raises `ProtocolError` if it makes no sense here."""
-        begin_s = time.thread_time()
+        begin_s = self._times.clock()
         parcel = arrival.parcel
         if parcel.stage not in self._expert_stages:
             raise ProtocolError(f"parcel for stage {parcel.stage}, which is no expert stage")
@@ -64,7 +70,7 @@ class Receptor:
         else:
             self._take_combine(arrival)
         self._times.received_parcels += 1
-        self._times.receive_s += time.thread_time() - begin_s
+        self._times.receive_s += self._times.clock() - begin_s
 
     def left(self, source: int, rows: int) -> None:
         """`rows` dispatch rows of `source` are not held here any more."""
@@ -88,7 +94,13 @@ class Receptor:
         if held > self._window_rows:
             raise ProtocolError(f"{held} rows at once; the window has {self._window_rows}")
         self._held_rows[source] = held
-        self._queues.put_parcel(source, parcel, Hold(rows, arrival.release), self._now_s())
+        self.arrived_rows[parcel.stage, source] += rows
+        release = arrival.release
+        if self._copies:
+            parcel.payload = parcel.payload.clone()
+            release()
+            release = _nothing
+        self._queues.put_parcel(source, parcel, Hold(rows, release), self._now_s())
 
     def _check_experts(self, parcel: Parcel) -> None:
         layer = self._chain.layer(parcel.stage)

@@ -31,7 +31,7 @@ from asyncmoe.errors import AsyncMoeError, ConfigError, MissingDependency, Unkno
 if TYPE_CHECKING:
     from asyncmoe.device import Device
     from asyncmoe.model import Model
-    from asyncmoe.scheduler import Scheduler, SchedulerContext
+    from asyncmoe.scheduler import Scheduler, SchedulerContext, SchedulerParameters
     from asyncmoe.transport import Transport
 
 # The groups and their contracts. These are strings since a command that needs no model should not
@@ -76,21 +76,25 @@ def names(group: str) -> list[str]:
 
 
 def make_scheduler(config: SchedulerConfig, context: SchedulerContext) -> Scheduler:
-    """The configured scheduler for one rank.
+    """The configured scheduler for one rank. Raises as `scheduler_parameters` does."""
+    return find("schedulers", config.name)(context, scheduler_parameters(config))
+
+
+def scheduler_parameters(config: SchedulerConfig) -> SchedulerParameters:
+    """The parameters of the configured scheduler.
 
     Raises as `find` does, and `ConfigError` naming the parameter, its value and what is allowed.
     """
     kind = find("schedulers", config.name)
     where = f"scheduler.parameters of {config.name!r}"
     try:
-        parameters = kind.Parameters.model_validate(config.parameters)
+        return kind.Parameters.model_validate(config.parameters)
     except ValidationError as error:
         fields = kind.Parameters.model_fields
         for each in error.errors():
             if each["type"] == "extra_forbidden" and len(each["loc"]) == 1:
                 raise UnknownName(f"key in {where}", str(each["loc"][0]), fields) from None
         raise ConfigError("; ".join(_explained(where, fields, e) for e in error.errors())) from None
-    return kind(context, parameters)
 
 
 def _explained(where: str, fields: Mapping[str, FieldInfo], error: ErrorDetails) -> str:

@@ -72,6 +72,36 @@ def route(
     return np.full(rows, top_k, np.int64) if per_expert else parts, routes
 
 
+def route_to_all(
+    experts: NDArray[np.int64], weights: NDArray[np.float32], owner: NDArray[np.uint16]
+) -> tuple[NDArray[np.int64], list[Route]]:
+    """As `route`, but every row visits every rank with experts of the layer, in rank order.
+
+    At a rank that it did not choose it has one pair of weight 0, with the rank's first expert: its
+    place in the batch, and no compute (`steps.expert_step`).
+    """
+    rows = len(experts)
+    ranks, first = np.unique(owner, return_index=True)
+    rank_of_pair, routes = owner[experts], []
+    for part, (rank, expert) in enumerate(zip(ranks.tolist(), first.tolist(), strict=True)):
+        here = rank_of_pair == rank
+        fanout = here.sum(1)
+        idle = fanout == 0
+        here[idle, 0] = True
+        fanout[idle] = 1
+        routes.append(
+            Route(
+                rank,
+                np.arange(rows),
+                fanout.astype(np.uint8),
+                np.where(idle[:, None], expert, experts)[here].astype(np.uint16),
+                np.where(idle[:, None], np.float32(0), weights)[here],
+                np.full(int(fanout.sum()), part, np.uint8),
+            )
+        )
+    return np.full(rows, len(ranks), np.int64), routes
+
+
 @dataclass(frozen=True, slots=True)
 class Routed:
     """Where the rows of an attention batch go."""
@@ -88,18 +118,27 @@ class Router:
     owner: NDArray[np.uint16]  # [MoE layers, experts] rank of each expert
     world: int
     per_expert: bool
+    to_all: bool = False  # each row goes to every rank with experts of its layer
 
     def __call__(
         self,
-        layer: int,
+        stage: int,
         slots: NDArray[np.int64],
         epochs: NDArray[np.uint32],
         hidden: torch.Tensor,
         experts: NDArray[np.int64],
         weights: NDArray[np.float32],
     ) -> Routed:
-        """Route the rows of `slots`, of these `epochs`; `hidden` is [rows, hidden]."""
-        owner, stage = self.owner[layer], self.chain.expert(layer)
+        """Route rows to expert stage `stage`: those of `slots`, with these `epochs`.
+
+        `hidden` is [rows, hidden].
+        """
+        owner = self.owner[self.chain.layer(stage)]
+        if self.to_all:
+            parts, routes = route_to_all(experts, weights, owner)
+            return Routed(
+                parts, [(r.rank, _parcel(stage, slots, epochs, hidden, r)) for r in routes]
+            )
         if native.columns is None:
             parts, routes = route(experts, weights, owner, self.world, self.per_expert)
             return Routed(

@@ -2,6 +2,9 @@
 
 Everywhere in the core a stage is its index on this chain, a plain int, so that depths, ages and
 scores of all stages are arrays of length `len(chain)`.
+
+A rule that takes micro-batches through the layers apart from each other has a **track** for each:
+the chain once more, behind the first, with queues of its own. Nearly every rule has one track.
 """
 
 from __future__ import annotations
@@ -21,21 +24,28 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class StageChain:
-    """The chain of a model with `layers` MoE layers; stage indices run from 0 to `2 * layers`."""
+    """The chain of a model with `layers` MoE layers; stage indices run from 0 to `2 * layers`, and
+    on from there through further tracks."""
 
     layers: int
+    tracks: int = 1
 
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
         """Kind of each stage."""
-        return (Kind.ATTENTION, Kind.EXPERT) * self.layers + (Kind.HEAD,)
+        return ((Kind.ATTENTION, Kind.EXPERT) * self.layers + (Kind.HEAD,)) * self.tracks
 
     def __len__(self) -> int:
+        return self.track_stages * self.tracks
+
+    @property
+    def track_stages(self) -> int:
+        """Stages of one track."""
         return 2 * self.layers + 1
 
     @property
     def head(self) -> int:
-        """Index of H, the last stage."""
+        """Index of H, the last stage of the first track."""
         return 2 * self.layers
 
     def attention(self, layer: int) -> int:
@@ -52,9 +62,14 @@ class StageChain:
 
     def layer(self, stage: int) -> int:
         """MoE layer of the stage; `layers` for H."""
-        return stage // 2
+        return stage % self.track_stages // 2
+
+    def track(self, stage: int) -> int:
+        """Track of the stage."""
+        return stage // self.track_stages
 
     def name(self, stage: int) -> str:
-        """The stage as people write it: A0, E0, …, H."""
-        kind = self.kind(stage)
-        return "H" if kind is Kind.HEAD else f"{'AE'[kind]}{self.layer(stage)}"
+        """The stage as people write it: A0, E0, …, H; in further tracks A0/1 and so on."""
+        kind, track = self.kind(stage), self.track(stage)
+        name = "H" if kind is Kind.HEAD else f"{'AE'[kind]}{self.layer(stage)}"
+        return f"{name}/{track}" if track else name

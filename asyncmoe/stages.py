@@ -59,7 +59,8 @@ class RankStages:
         self._per_expert, self._home_or_none, self._cache = per_expert, home, cache
         self._dispatcher, self._receptor, self._fatal = dispatcher, receptor, fatal
         self._local_tensors = [torch.from_numpy(of_layer) for of_layer in local]
-        self._passable = [not per_expert and bool((of_layer >= 0).all()) for of_layer in local]
+        plain = not per_expert and chain.tracks == 1
+        self._passable = [plain and bool((of_layer >= 0).all()) for of_layer in local]
 
     @property
     def _home(self) -> Home:
@@ -68,7 +69,7 @@ class RankStages:
 
     def prepare(self, stage: int, max_rows: int) -> Step:
         """See `Stages`."""
-        kind, layer = self._chain.kinds[stage], stage // 2
+        kind, layer = self._chain.kinds[stage], self._chain.layer(stage)
         if kind is Kind.EXPERT:
             return expert_step(
                 self._model,
@@ -85,14 +86,13 @@ class RankStages:
             tokens = home.table.token[rows.slots] if layer == 0 else rows.slots[:0]
             router = self._dispatcher.router
             return AttentionStep(stage, layer, rows, tokens, model, home.table, cache, router)
-        return self._head_step(rows)
+        return self._head_step(stage, rows)
 
-    def _head_step(self, rows: Rows) -> HeadStep:
+    def _head_step(self, stage: int, rows: Rows) -> HeadStep:
         home = self._home
         sampled = home.chunks.samples[rows.chunks].nonzero()[0]
         sampling = home.sampling.batch(home.chunks.request[rows.chunks[sampled]])
         tokens = home.table.token[rows.slots]
-        stage = self._chain.head
         return HeadStep(
             stage, rows, tokens, sampled, sampling, self._model, home.table, self._cache
         )
@@ -109,7 +109,7 @@ class RankStages:
         if self._home.prunes(step.rows):  # some of its rows end behind the last attention stage
             end = min(end, self._chain.layers - 1)
         elif last == self._chain.head and end == layers:
-            head = self._head_step(step.rows)
+            head = self._head_step(last, step.rows)
         return Passage(step, end, head, self._local_tensors, wanted) if end > step.layer else step
 
     def finish(self, step: Step, result: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +34,7 @@ class RankTimes:
     kinds: dict[Kind, KindTimes] = field(default_factory=lambda: {k: KindTimes() for k in Kind})
     receive_s: float = 0.0  # CPU time on the loop: parcels taken in
     received_parcels: int = 0
+    clock: Callable[[], float] = time.thread_time  # by which CPU time is measured
 
     def values(self) -> dict[str, Any]:
         """As plain numbers by name."""

@@ -29,6 +29,7 @@ class Rows:
     """The rows of an attention or head batch: segments of one row first, then longer chunks."""
 
     block_tokens: int  # of the KV pool
+    request_ids: torch.Tensor  # see `RowBatch`
     singles: int  # segments of one row
     chunks: NDArray[np.int64]  # [segments]
     counts: NDArray[np.int64]  # [segments] rows of each
@@ -41,7 +42,6 @@ class Rows:
     context: NDArray[np.int64]  # [segments] tokens up to each segment's last row
     block_table: NDArray[np.int64]  # [segments, blocks]
     request: NDArray[np.int64]  # [segments]
-    request_ids: torch.Tensor | None = None  # see `RowBatch`
     _batch: RowBatch | None = None
 
     @property
@@ -89,7 +89,7 @@ def gather_rows(home: Home, chunks: NDArray[np.int64]) -> Rows:
             chunk_table.slots, table.position, table.epoch, table.part_count, pool.table,
             pool.block_tokens,
         )  # fmt: skip
-        return Rows(pool.block_tokens, *columns, home.request_ids)
+        return Rows(pool.block_tokens, home.id_of_row, *columns)
     counts = chunk_table.rows[chunks]
     order = np.argsort(counts > 1, kind="stable")
     chunks, counts = chunks[order], counts[order]
@@ -103,6 +103,7 @@ def gather_rows(home: Home, chunks: NDArray[np.int64]) -> Rows:
     blocks = -(-int(context.max()) // pool.block_tokens)
     return Rows(
         pool.block_tokens,
+        home.id_of_row,
         singles,
         chunks,
         counts,
@@ -115,7 +116,6 @@ def gather_rows(home: Home, chunks: NDArray[np.int64]) -> Rows:
         context,
         pool.table[request, :blocks],
         request,
-        home.request_ids,
     )
 
 
@@ -159,7 +159,7 @@ class AttentionStep:
 
     def entering(self) -> torch.Tensor:
         """The rows' hidden state [rows, hidden]."""
-        return _merged(self.stage == 0, self.rows, self.tokens, self.model, self.table)
+        return _merged(self.layer == 0, self.rows, self.tokens, self.model, self.table)
 
     def __call__(self) -> AttentionResult:
         rows = self.rows
@@ -168,7 +168,7 @@ class AttentionStep:
         hidden, experts, weights = out.hidden, out.experts.numpy(), out.weights.numpy()
         if self.router is None:
             return AttentionResult(hidden, experts, weights)
-        routed = self.router(self.layer, rows.slots, rows.epochs, hidden, experts, weights)
+        routed = self.router(self.stage + 1, rows.slots, rows.epochs, hidden, experts, weights)
         return AttentionResult(hidden, experts, weights, routed)
 
 
@@ -220,6 +220,9 @@ class ExpertStep:
     kind = Kind.EXPERT
 
     def __call__(self) -> torch.Tensor:
+        if not len(self.row):  # rows that no expert here was chosen for
+            payload = self.segments[0].parcel.payload
+            return payload.new_zeros((len(self.gather), payload.shape[1]))
         payloads = [segment.parcel.payload for segment in self.segments]
         x = payloads[0] if len(payloads) == 1 else torch.cat(payloads)
         batch = ExpertBatch(
@@ -241,6 +244,8 @@ def expert_step(
     per_expert: bool,
 ) -> ExpertStep:
     """Sort the pairs of `segments` by local expert and say which of them each output row sums.
+
+    A pair of weight 0 adds nothing, so it is left out.
 
     Args:
         local: [experts] local index of each expert of the layer.
@@ -272,11 +277,12 @@ def _expert_columns(
     slot, epoch, part, fanout, expert, weight = (
         np.concatenate(c) for c in zip(*(p.columns() for _, p in parcels), strict=True)
     )
-    rows, pairs = len(slot), len(expert)
-    of_expert = local[expert]
+    rows = len(slot)
+    counted = weight.nonzero()[0]
+    of_expert = local[expert[counted]]
     order = of_expert.argsort(kind="stable")
-    place = np.empty(pairs, np.int64)
-    place[order] = np.arange(pairs)
+    place = np.full(len(expert), -1, np.int64)
+    place[counted[order]] = np.arange(len(counted))
     row_of_pair = np.arange(rows).repeat(fanout)
     source = np.repeat([source for source, _ in parcels], [p.count for _, p in parcels])
     home = source
@@ -286,7 +292,7 @@ def _expert_columns(
     else:
         begin = fanout.cumsum(dtype=np.int64) - fanout
         gather = np.full((rows, int(fanout.max())), -1, np.int64)
-        gather[row_of_pair, np.arange(pairs) - begin[row_of_pair]] = place
+        gather[row_of_pair, np.arange(len(expert)) - begin[row_of_pair]] = place
         part = part[begin]
     back = []
     for rank in np.unique(source).tolist():
@@ -294,4 +300,5 @@ def _expert_columns(
         block = slot[out].tobytes() + epoch[out].tobytes() + part[out].tobytes()
         back.append((rank, int(out.sum()), int((source == rank).sum()), block))
     counts = np.bincount(of_expert, minlength=local_experts)
+    order = counted[order]
     return row_of_pair[order], weight[order], counts, gather, back

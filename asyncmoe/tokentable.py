@@ -39,6 +39,7 @@ class TokenTable:
         if max_parts > MAX_PARTS:
             raise ValueError(f"{max_parts} parts for a token; at most {MAX_PARTS} are supported")
         self.slots, self.max_parts = slots, max_parts
+        self._has_columns = hidden > 0  # a model that only stands for another has rows of none
         self.epoch = np.zeros(slots, np.uint32)
         self.stage = np.full(slots, -1, np.int64)  # expert stage whose parts are to come
         self.open = np.zeros(slots, np.uint64)  # parts to come, as bits
@@ -77,6 +78,10 @@ class TokenTable:
         self.epoch[slots] += np.uint32(1)
         self.open[slots] = 0
         self.stage[slots] = -1
+
+    def waiting_for(self, stage: int) -> int:
+        """Slots with parts of expert stage `stage` to come."""
+        return int(np.count_nonzero(self.open[self.stage == stage]))
 
     def expect(self, slots: NDArray[np.int64], stage: int, parts: NDArray[np.int64]) -> None:
         """The rows of `slots` were dispatched to `stage` and `parts[i]` parts will come back."""
@@ -121,7 +126,7 @@ class TokenTable:
         if keep is not None:
             self.dropped_rows += parcel.rows - len(keep)
             payload = payload.index_select(0, torch.from_numpy(keep))
-        if len(place):
+        if len(place) and self._has_columns:
             self.arrived.append((payload, place, release))
         else:
             release()
@@ -190,6 +195,8 @@ class TokenTable:
         Runs on the compute thread. `part_count` is the table's column at `slots`, copied when the
         batch was prepared.
         """
+        if not self._has_columns:
+            return self.residual[: len(slots)]
         self.settle()
         total = self.residual.index_select(0, slots).float()
         base = slots * self.max_parts

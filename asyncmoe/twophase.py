@@ -6,24 +6,28 @@ takes a lease, the transport fills the lease, `Inbound.arrived` hands the parcel
 of its sequence whatever order payloads arrive in. Three events stay apart: *source free* is
 `Outbound.sent`, *arrival* is `Inbound.arrived`, and the receive buffer is reusable only when the
 arrival's `release` is called.
+
+Those that `make_outbound` and `make_inbound` give are compiled where that is there (`inbound.cpp`,
+`outbound.cpp` in `native/src/columns`); they are used like the ones here, and say the same.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable
+from typing import NoReturn
 
+import torch
+
+from asyncmoe import native
 from asyncmoe.errors import ProtocolError
 from asyncmoe.lease import Lease, LeasePool, LeaseState
 from asyncmoe.packed import Buffer
 from asyncmoe.transport import Arrival, Limits, Parcel, Posted
-from asyncmoe.wire import (
-    Prelude,
-    decode_parcel,
-    dtype_of,
-    encode_message,
-    encode_parcel,
-)
+from asyncmoe.wire import DTYPES, Prelude, decode_parcel, encode_message, encode_parcel
+
+Place = Callable[["Transfer"], Lease | None]
 
 _CLASSES = 3  # control messages, dispatch, combine: the sequences of one direction
 
@@ -84,13 +88,46 @@ class Transfer:
 
     __slots__ = ("columns", "lease", "prelude")
 
-    def __init__(self, prelude: Prelude, columns: Buffer, lease: Lease) -> None:
-        self.prelude, self.columns, self.lease = prelude, columns, lease
+    def __init__(self, prelude: Prelude, columns: Buffer, lease: Lease | None) -> None:
+        self.prelude, self.columns = prelude, columns
+        self.lease: Lease = lease  # type: ignore[assignment]  # None while its place is looked for
 
     @property
     def payload(self) -> memoryview:
         """The leased host memory that the payload goes to."""
         return self.lease.memory
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """The same as what the parcel's payload will be; [rows, hidden]."""
+        prelude = self.prelude
+        return self.lease.rows(DTYPES[prelude.dtype - 1], prelude.rows, prelude.hidden)
+
+    @property
+    def parcel_class(self) -> int:
+        """Of its prelude, as all below."""
+        return self.prelude.parcel_class
+
+    @property
+    def sequence(self) -> int:
+        return self.prelude.sequence
+
+    @property
+    def slot(self) -> int:
+        """The field `lease`: where its sender has put the payload, or 0."""
+        return self.prelude.lease
+
+    @property
+    def generation(self) -> int:
+        return self.prelude.generation
+
+    @property
+    def column_bytes(self) -> int:
+        return self.prelude.column_bytes
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.prelude.payload_bytes
 
 
 class Inbound:
@@ -102,57 +139,61 @@ class Inbound:
         generation: int,
         limits: Limits,
         leases: LeasePool,
-        deliver: Callable[[Arrival], None],
-        place: Callable[[Prelude], Lease | None] = lambda prelude: None,
+        on_parcel: Callable[[Arrival], None],
+        on_message: Callable[[int, bytes], None] | None = None,
+        place: Place | None = None,
     ) -> None:
-        """`place`: the lease of a payload that lies somewhere before its control frame is here.
-
-        It raises `ProtocolError` if the prelude names a place that the peer may not.
+        """`on_parcel`, `on_message`: of the receiver. `place`: the lease of a payload whose place
+        the sender has chosen, or None; it raises `ProtocolError` if the sender may not.
         """
-        self._source, self._generation, self._limits = source, generation, limits
-        self._leases, self._deliver, self._place = leases, deliver, place
+        self.limits = limits
+        self._source, self._generation = source, generation
+        self._leases, self._place = leases, place
+        self._on_parcel, self._on_message = on_parcel, on_message
         self._sequence = [0] * _CLASSES
         self._queues: tuple[deque[Transfer], ...] = tuple(deque() for _ in range(_CLASSES))
 
     def accept(
         self, prelude: Prelude, columns: Buffer | None = None, lease: Lease | None = None
     ) -> Transfer:
-        """First phase: take a parcel's checked prelude and give the memory for the rest of it.
+        """First phase: take a parcel's checked prelude, and a lease for its payload.
 
         `columns` and `lease` are given where they are known already (a frame that came whole, a
         payload that is read where it lies). Raises `ProtocolError` for a wrong source, sequence,
         lease or generation.
         """
-        self._check_order(prelude)
-        if lease is None:
-            lease = self._place(prelude)
+        self.check_order(prelude)
+        transfer = Transfer(prelude, b"" if columns is None else columns, lease)
+        if lease is None and self._place is not None:
+            lease = self._place(transfer)
         if lease is None:
             if (prelude.lease, prelude.generation) != (0, self._generation):
-                raise ProtocolError(
-                    f"frame fields lease and generation are {prelude.lease} and "
-                    f"{prelude.generation}; allowed: 0 and {self._generation}"
-                )
+                refuse_place(prelude.lease, prelude.generation, self._generation)
             lease = self._leases.obtain(prelude.payload_bytes)
-        if columns is None:
-            columns = bytearray(prelude.column_bytes)
-        transfer = Transfer(prelude, columns, lease)
+        transfer.lease = lease
+        self._queues[prelude.parcel_class].append(transfer)
+        return transfer
+
+    def admit(self, prelude: Prelude, lease: Lease) -> Transfer:
+        """As `accept` behind `check_order`, for a payload that has its lease."""
+        transfer = Transfer(prelude, b"", lease)
         self._queues[prelude.parcel_class].append(transfer)
         return transfer
 
     def arrived(self, transfer: Transfer) -> None:
-        """Second event: the payload is visible. Hands over all parcels that this completes.
+        """Second event: columns are there, the payload is visible. Hands over all parcels that this
+        completes.
 
         Raises `ProtocolError` when the columns are not consistent, or when the receiver does.
         """
         transfer.lease.arrived()
         queue = self._queues[transfer.prelude.parcel_class]
         while queue and queue[0].lease.state is LeaseState.HELD:
-            head, prelude = queue[0], queue[0].prelude
-            payload = head.lease.rows(dtype_of(prelude), prelude.rows, prelude.hidden)
-            parcel = decode_parcel(prelude, head.columns, payload, self._limits)
+            head = queue[0]
+            parcel = decode_parcel(head.prelude, head.columns, head.rows, self.limits)
             queue.popleft()
             try:
-                self._deliver(Arrival(self._source, parcel, head.lease.release))
+                self._guard(self._on_parcel, Arrival(self._source, parcel, head.lease.release))
             except ProtocolError:
                 if head.lease.state is LeaseState.HELD:  # the receiver refused the parcel
                     head.lease.release()
@@ -160,7 +201,12 @@ class Inbound:
 
     def message(self, prelude: Prelude) -> None:
         """Take a control message's checked prelude. Raises `ProtocolError` out of order."""
-        self._check_order(prelude)
+        self.check_order(prelude)
+
+    def deliver_message(self, message: bytes) -> None:
+        """Hand over a control message that was taken. Raises `ProtocolError` as the receiver."""
+        if self._on_message is not None:
+            self._guard(self._on_message, self._source, message)
 
     def abandon(self) -> list[Lease]:
         """The peer is lost: give up all transfers that were not handed over.
@@ -179,13 +225,76 @@ class Inbound:
             queue.clear()
         return given_up
 
-    def _check_order(self, prelude: Prelude) -> None:
-        if prelude.source != self._source:
-            raise ProtocolError(f"frame field source is {prelude.source}; allowed: {self._source}")
+    def _guard(self, call: Callable[..., None], *arguments: object) -> None:
+        """A fault of the receiver is not the peer's: report it and go on.
+
+        A `ProtocolError` is the peer's: the receiver found out what the frame alone did not show.
+        """
+        try:
+            call(*arguments)
+        except ProtocolError:
+            raise
+        except Exception as error:
+            report_fault(self._source, error)
+
+    def check_order(self, prelude: Prelude) -> None:
+        """Number a frame. Raises `ProtocolError` for a wrong source or sequence."""
         expected = self._sequence[prelude.parcel_class]
-        if prelude.sequence != expected:
-            raise ProtocolError(
-                f"frame field sequence is {prelude.sequence}; allowed: {expected} "
-                f"(class {prelude.parcel_class})"
+        if (prelude.source, prelude.sequence) != (self._source, expected):
+            refuse_order(
+                prelude.parcel_class, prelude.source, self._source, prelude.sequence, expected
             )
         self._sequence[prelude.parcel_class] = expected + 1
+
+
+def make_outbound(rank: int, generation: int, limits: Limits) -> Outbound:
+    """As `Outbound`, compiled if that is there."""
+    kind = Outbound if native.columns is None else native.columns.Outbound
+    outbound: Outbound = kind(rank, generation, limits)
+    return outbound
+
+
+def make_inbound(
+    source: int,
+    generation: int,
+    limits: Limits,
+    leases: LeasePool,
+    on_parcel: Callable[[Arrival], None],
+    on_message: Callable[[int, bytes], None] | None = None,
+    place: Place | None = None,
+) -> Inbound:
+    """As `Inbound`, compiled if that is there and the pool is."""
+    kind = Inbound if isinstance(leases, LeasePool) else native.columns.Inbound
+    inbound: Inbound = kind(source, generation, limits, leases, on_parcel, on_message, place)
+    return inbound
+
+
+def is_plain(inbound: object) -> bool:
+    """Whether a direction is driven by `Inbound` itself, and not by its compiled twin."""
+    return isinstance(inbound, Inbound)
+
+
+def report_fault(source: int, error: Exception) -> None:
+    """Tell the loop that the receiver failed on what rank `source` sent."""
+    asyncio.get_running_loop().call_exception_handler(
+        {"message": f"receiver failed on input of rank {source}", "exception": error}
+    )
+
+
+def refuse_order(
+    parcel_class: int, source: int, right_source: int, sequence: int, right_sequence: int
+) -> NoReturn:
+    """Raise `ProtocolError`: one of the two is not what it should be."""
+    if source != right_source:
+        raise ProtocolError(f"frame field source is {source}; allowed: {right_source}")
+    raise ProtocolError(
+        f"frame field sequence is {sequence}; allowed: {right_sequence} (class {parcel_class})"
+    )
+
+
+def refuse_place(lease: int, generation: int, right_generation: int) -> NoReturn:
+    """Raise `ProtocolError`: this connection has no such place."""
+    raise ProtocolError(
+        f"frame fields lease and generation are {lease} and {generation}; "
+        f"allowed: 0 and {right_generation}"
+    )

@@ -120,10 +120,6 @@ def encode_parcel(
         _PARCEL, int(parcel.kind), code, parcel.stage, source, sequence, lease, generation,
         rows, packed.pairs, hidden, parcel.credits, len(packed.block), payload_bytes,
     )  # fmt: skip
-    if native.columns is not None and rows == count:
-        frame: bytes | None = native.columns.encode_parcel(fields, limits, packed.block)
-        if frame is not None:
-            return frame
     prelude = Prelude._make(fields)
     _check_parcel(prelude, limits)
     if rows != count:
@@ -168,10 +164,6 @@ def readdress(frame: bytes, lease: int, generation: int) -> bytes:
 
 def decode_prelude(data: Buffer, limits: Limits) -> Prelude:
     """Read and check a prelude. Raises `ProtocolError`; allocates nothing that `data` asks for."""
-    if native.columns is not None:
-        parcel: tuple[int, ...] | None = native.columns.decode_parcel(data, limits)
-        if parcel is not None:
-            return Prelude._make(parcel)
     if len(data) != PRELUDE_BYTES:
         _refuse("prelude length", len(data), f"{PRELUDE_BYTES} bytes")
     magic, version, *fields = _HEAD.unpack_from(data)
@@ -196,22 +188,28 @@ def decode_parcel(
 
     Raises `ProtocolError` when the columns contradict the prelude or each other.
     """
-    rows, pairs = prelude.rows, prelude.pairs
-    if len(columns) != prelude.column_bytes:
-        _refuse("columns", len(columns), f"{prelude.column_bytes} bytes")
     kind = ParcelClass.COMBINE if prelude.parcel_class == _COMBINE else ParcelClass.DISPATCH
-    parcel = PackedParcel(kind, prelude.stage, rows, pairs, columns, payload, prelude.credits)
-    if kind is ParcelClass.COMBINE or not rows:
-        return parcel
-    compiled = native.columns
-    if compiled is None or not compiled.check_columns(columns, rows, pairs, limits.experts):
-        _check_columns(parcel.fanout, parcel.expert, pairs, limits)
+    parcel = PackedParcel(
+        kind, prelude.stage, prelude.rows, prelude.pairs, columns, payload, prelude.credits
+    )
+    check_parcel(parcel, prelude.column_bytes, limits)
     return parcel
 
 
-def dtype_of(prelude: Prelude) -> torch.dtype:
-    """Payload dtype of a checked parcel prelude."""
-    return DTYPES[prelude.dtype - 1]
+def check_parcel(parcel: PackedParcel, column_bytes: int, limits: Limits) -> None:
+    """Raise `ProtocolError` when the columns are not so long, or contradict each other."""
+    if len(parcel.block) != column_bytes:
+        _refuse("columns", len(parcel.block), f"{column_bytes} bytes")
+    if parcel.kind is ParcelClass.COMBINE or not parcel.count:
+        return
+    total = int(np.add.reduce(parcel.fanout, dtype=np.int64))
+    if total != parcel.pairs:
+        _refuse("fanout", f"{total} in total", f"{parcel.pairs} pairs")
+    if b"\0" in parcel.fanout.tobytes():
+        _refuse("fanout", 0, "at least one expert a row")
+    highest = int(parcel.expert.max())
+    if limits.experts <= _MOST_EXPERT and highest >= limits.experts:
+        _refuse("expert", highest, f"below limits.experts = {limits.experts}")
 
 
 def payload_memory(payload: torch.Tensor) -> memoryview:
@@ -306,21 +304,6 @@ def _check_parcel(p: Prelude, limits: Limits) -> None:
         _refuse("column_bytes", p.column_bytes, "the length that rows and pairs give")
     if p.column_bytes > limits.parcel_bytes:
         _refuse("column_bytes", p.column_bytes, f"limits.parcel_bytes = {limits.parcel_bytes}")
-
-
-def _check_columns(
-    fanout: np.ndarray[tuple[int, ...], np.dtype[np.uint8]],
-    expert: np.ndarray[tuple[int, ...], np.dtype[np.uint16]],
-    pairs: int,
-    limits: Limits,
-) -> None:
-    total = int(np.add.reduce(fanout, dtype=np.int64))
-    if total != pairs:
-        _refuse("fanout", f"{total} in total", f"{pairs} pairs")
-    if b"\0" in fanout.tobytes():
-        _refuse("fanout", 0, "at least one expert a row")
-    if limits.experts <= _MOST_EXPERT and (highest := int(expert.max())) >= limits.experts:
-        _refuse("expert", highest, f"below limits.experts = {limits.experts}")
 
 
 def _refuse(field: str, value: object, allowed: str) -> NoReturn:

@@ -117,7 +117,10 @@ async def measure(model: Path, rows: int) -> dict[str, float]:
         ranks.front.send(1, Shutdown("done"))
         await ranks.front.close()
         await ranks.close()
-    home, far = ({k: after[r][k] - before[r][k] for k in after[r]} for r in range(2))
+    home, far = (
+        {k: v - before[r][k] for k, v in after[r].items() if isinstance(v, int | float)}
+        for r in range(2)
+    )
     others_s = sum(
         home[f"{kind}_{part}_s"] for kind in ("expert", "head") for part in ("prepare", "finish")
     )

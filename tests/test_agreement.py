@@ -44,6 +44,7 @@ def marks_of(ranks: int = 2, **sections: Mapping[str, Any]) -> dict[str, str]:
         ({"transport": {"name": "other"}}, "transport.name"),
         ({"placement": {"experts_per_rank": [10, 6]}}, "placement (owner of each expert)"),
         ({"placement": {"roles": ["both", "expert"]}}, "placement.roles"),
+        ({"scheduler": {"name": "two_batch"}}, "the synchronous scheduler"),
         ({"model": {"load_format": "dummy"}}, "model.name's weights"),
         ({"model": {"dtype": "bfloat16"}}, "the model's dtype"),
         ({"model": {"context": 64}}, "the model's context"),

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asyncmoe.cli import main as command_line
 from asyncmoe.cli.synthetic import Finished, random_prompts, spread_ms
-from asyncmoe.cli.timetable import Account, accounts, time_table
+from asyncmoe.cli.timetable import time_table
 from asyncmoe.frontend.output import Transcript
+from asyncmoe.metrics.account import Account, accounts
+from asyncmoe.report.results import read_results
+from asyncmoe.workload.trace import read_routing
 from tests.checkpoints import cached_checkpoint
 
 FLAGS = ["--threads", "1", "--batch", "3", "--prompt", "5", "--new", "6", "--log-level", "warning"]
@@ -58,6 +62,42 @@ def test_with_where_the_text_has_a_column_for_every_rank(
     shown = capsys.readouterr().out
     assert re.search(r"^ +rank 0 +rank 1$", shown, re.MULTILINE)
     assert re.search(r"^compute: expert +[\d.]+ ms +\d+% +[\d.]+ ms +\d+%$", shown, re.MULTILINE)
+
+
+def test_a_workload_has_metrics_results_a_report_and_a_recording(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    files = {name: tmp_path / name for name in ("out.json", "out.html", "routing")}
+    flags = ["--lengths", "fixed:6,5", "--arrivals", "closed:3", "--requests", "7"]
+    flags += ["--output", str(files["out.json"]), "--report", str(files["out.html"])]
+    assert bench(*flags, "--record-routing", str(files["routing"])) == 0
+    shown = capsys.readouterr().out
+    assert "7 requests came" in shown
+    results = read_results(files["out.json"])
+    metrics = results.runs[0].metrics
+    assert metrics["tokens"] == 35
+    assert metrics["requests"]["completed"] == 7
+    assert metrics["all"]["ttft_ms"]["p50"] > 0
+    assert sum(results.runs[0].cluster["batch_sizes"]["head"].values()) > 0
+    assert results.workload["arrivals"] == "closed:3"
+    assert "Queue depth" in files["out.html"].read_text()
+    # Without the requests that warmed up; the last token of an answer never enters the layers.
+    assert read_routing(files["routing"]).tokens.tolist() == [10] * 7
+    assert sorted(tmp_path.iterdir()) == sorted(files.values())
+
+
+def test_a_workload_that_cannot_be_is_refused_before_the_start(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for flags, said in (
+        (["--arrivals", "poisson:3", "--requests", "0"], "workload.requests = '0'"),
+        (["--lengths", "long"], "workload.lengths is 'long'; allowed: sharegpt"),
+        (["--requests", "3", "--itl-target-ms", "-1"], "measure.itl_target_ms = '-1'"),
+        (["--requests", "3", "--output", str(tmp_path / "no" / "x")], "cannot be written"),
+        (["--requests", "3", "--where"], "--where is for the run of equal prompts"),
+    ):
+        assert bench(*flags) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_a_batch_of_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from asyncmoe.dispatcher import Dispatcher, Outbox
 from asyncmoe.errors import ConfigError, PeerLost, ProtocolError
 from asyncmoe.microqueue import Hold, RowSegment
 from asyncmoe.placement import Placement, Role
+from asyncmoe.routing import route_to_all
 from asyncmoe.stage import StageChain
 from asyncmoe.steps import AttentionResult, expert_step
 from asyncmoe.tokentable import TokenTable
@@ -73,6 +74,23 @@ def test_rows_go_to_the_ranks_of_their_experts_and_local_ones_stay() -> None:
     for _, parcel in [(RANK, local), *bench.wire.posted]:
         assert parcel.payload[:, 0].tolist() == parcel.slot.tolist()
         assert parcel.kind is ParcelClass.DISPATCH
+
+
+def test_rows_may_go_to_every_rank_with_experts_and_are_idle_where_they_chose_none() -> None:
+    experts, weights = np.array([[0, 1], [5, 2]]), np.array([[3, 4], [5, 6]], np.float32)
+    owner = np.array([0, 0, 1, 1, 3, 3], np.uint16)  # rank 2 has none of this layer
+    parts, routes = route_to_all(experts, weights, owner)
+    assert parts.tolist() == [3, 3]
+    assert [route.rank for route in routes] == [0, 1, 3]
+    sent = [
+        (r.rows.tolist(), r.fanout.tolist(), r.expert.tolist(), r.weight.tolist(), r.part.tolist())
+        for r in routes
+    ]
+    assert sent == [
+        ([0, 1], [2, 1], [0, 1, 0], [3, 4, 0], [0, 0, 0]),
+        ([0, 1], [1, 1], [2, 2], [0, 6], [1, 1]),
+        ([0, 1], [1, 1], [4, 5], [0, 5], [2, 2]),
+    ]
 
 
 def test_a_parcel_is_cut_to_its_credits_and_the_rest_follows_in_order() -> None:
@@ -139,7 +157,7 @@ def test_rows_for_a_lost_rank_are_dropped_and_the_others_go_out() -> None:
     bench.dispatcher.forget(1)
     bench.wire.lost.add(1)
     slots, _ = bench.send((2, 4))
-    assert bench.dispatcher.waiting_rows == 1
+    assert bench.dispatcher.waiting_rows == 0
     assert bench.wire.slots(2) == [slots]
 
 

@@ -24,6 +24,10 @@ SETTINGS = [
     (3, "tcp", "defrag", "per_rank"),
     (3, "shm", "flfs", "per_expert"),
     (3, "inproc", "mtfs", "per_expert"),
+    (1, "inproc", "lockstep", "per_rank"),
+    (2, "tcp", "lockstep", "per_expert"),
+    (2, "shm", "two_batch", "per_rank"),
+    (3, "inproc", "two_batch", "per_expert"),
     (4, "tcp", "defrag_cyclic", "per_rank"),
     (4, "inproc", "defrag_aging", "per_expert"),
 ]

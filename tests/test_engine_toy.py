@@ -11,6 +11,7 @@ import pytest
 
 from asyncmoe import native
 from asyncmoe.errors import AsyncMoeError
+from asyncmoe.registry import names
 from tests import toymodel
 from tests.cluster import cluster
 
@@ -69,7 +70,7 @@ async def test_tokens_are_exact_without_the_compiled_columns(
         await engine.settled()
 
 
-@pytest.mark.parametrize("scheduler", ["mtfs", "flfs", "defrag", "defrag_cyclic", "defrag_aging"])
+@pytest.mark.parametrize("scheduler", names("schedulers"))
 async def test_tokens_are_exact_under_every_scheduler(scheduler: str) -> None:
     config = sections(scheduler={"name": scheduler}, batch={"attention_max_rows": 8})
     async with cluster(2, toymodel.checkpoint(), **config) as engine:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asyncmoe.errors import ProtocolError
-from asyncmoe.lease import Lease, LeasePool, LeaseState
+from asyncmoe.lease import Lease, LeaseState, make_pool
+from tests.transport_kit import compiled_or_plain  # noqa: F401 - a fixture for all
+
+pytestmark = pytest.mark.usefixtures("compiled_or_plain")
 
 
 def address(lease: Lease) -> int:
@@ -15,7 +17,7 @@ def address(lease: Lease) -> int:
 
 
 def test_memory_that_is_held_has_no_second_owner() -> None:
-    pool = LeasePool()
+    pool = make_pool()
     leases = [pool.obtain(5000) for _ in range(8)]
     for lease in leases:
         lease.arrived()
@@ -24,7 +26,7 @@ def test_memory_that_is_held_has_no_second_owner() -> None:
 
 
 def test_released_memory_is_reused_under_a_new_generation() -> None:
-    pool = LeasePool()
+    pool = make_pool()
     first = pool.obtain(5000)
     where = address(first)
     first.arrived()
@@ -35,21 +37,8 @@ def test_released_memory_is_reused_under_a_new_generation() -> None:
     assert pool.idle_bytes == 0
 
 
-def test_a_stale_or_unknown_lease_is_not_found() -> None:
-    pool = LeasePool()
-    first = pool.obtain(100)
-    assert pool.find(first.id, first.generation) is first
-    first.arrived()
-    first.release()
-    with pytest.raises(ProtocolError, match="allowed: none"):
-        pool.find(first.id, first.generation)
-    second = pool.obtain(100)
-    with pytest.raises(ProtocolError, match=f"lease is {second.id} generation 0; allowed: .* 1"):
-        pool.find(second.id, first.generation)
-
-
 def test_quarantined_memory_is_reused_only_once_it_is_proven_quiet() -> None:
-    pool = LeasePool()
+    pool = make_pool()
     failed = pool.obtain(100)
     where = address(failed)
     failed.abandon()
@@ -75,7 +64,7 @@ def test_quarantined_memory_is_reused_only_once_it_is_proven_quiet() -> None:
     ],
 )
 def test_a_lease_only_moves_forward(before: list[str], call: str) -> None:
-    pool = LeasePool()
+    pool = make_pool()
     lease = pool.obtain(100)
     for step in before:
         getattr(lease, step)()
@@ -86,7 +75,7 @@ def test_a_lease_only_moves_forward(before: list[str], call: str) -> None:
 
 
 def test_idle_memory_is_bounded() -> None:
-    pool = LeasePool(idle_bytes=3 * 8192)
+    pool = make_pool(idle_bytes=3 * 8192)
     leases = [pool.obtain(8192) for _ in range(10)]
     for lease in leases:
         lease.arrived()
@@ -103,13 +92,13 @@ def test_a_lease_is_as_long_as_asked_and_its_buffer_less_than_twice(nbytes: int)
         sizes.append(size)
         return torch.empty(size, dtype=torch.uint8)
 
-    assert len(LeasePool(allocate=allocate).obtain(nbytes).memory) == nbytes
+    assert len(make_pool(allocate=allocate).obtain(nbytes).memory) == nbytes
     assert nbytes <= sizes[0] < max(4097, 2 * nbytes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
 def test_rows_are_the_leased_bytes(dtype: torch.dtype) -> None:
-    lease = LeasePool().obtain(6 * dtype.itemsize)
+    lease = make_pool().obtain(6 * dtype.itemsize)
     rows = lease.rows(dtype, 2, 3)
     lease.memory[:] = bytes(len(lease.memory))
     rows[1, 2] = 1
@@ -119,11 +108,11 @@ def test_rows_are_the_leased_bytes(dtype: torch.dtype) -> None:
 
 
 def test_rows_of_an_empty_payload_keep_their_shape() -> None:
-    assert LeasePool().obtain(0).rows(torch.bfloat16, 0, 64).shape == (0, 64)
+    assert make_pool().obtain(0).rows(torch.bfloat16, 0, 64).shape == (0, 64)
 
 
 def test_adopted_memory_is_told_when_it_is_free_and_never_reused() -> None:
-    pool, freed = LeasePool(), []
+    pool, freed = make_pool(), []
     memory = torch.arange(16, dtype=torch.uint8)
     lease = pool.adopt(memory, lambda: freed.append(True))
     assert lease.rows(torch.uint8, 4, 4).data_ptr() == memory.data_ptr()

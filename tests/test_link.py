@@ -10,20 +10,21 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncmoe import handshake, mesh
 from asyncmoe.errors import PeerLost, ProtocolError, RankFailed, UnknownName
+from asyncmoe.lease import make_pool
 from asyncmoe.link import Link
-from asyncmoe.transport import Limits
+from asyncmoe.transport import Arrival, Limits
 from asyncmoe.transports.tcp import TcpTransport
-from asyncmoe.twophase import Outbound
+from asyncmoe.twophase import Outbound, Transfer, make_inbound
 from asyncmoe.wire import (
     PRELUDE_BYTES,
     FrameKind,
     Handshake,
-    Prelude,
     decode_prelude,
     encode_handshake,
     encode_message,
@@ -383,22 +384,38 @@ async def test_an_unknown_option_is_named_with_the_known_ones() -> None:
 class _Sink:
     """A handler that takes any message and counts."""
 
-    def __init__(self) -> None:
+    whole = True
+
+    def __init__(self, limits: Limits) -> None:
         self.lost = asyncio.Event()
         self.largest = 0
+        self.leases = make_pool(allocate=self._allocate)
+        self.inbound = make_inbound(1, 0, limits, self.leases, self._on_parcel, self._on_message)
 
-    def on_frame(self, prelude: Prelude) -> tuple[memoryview, ...]:
-        size = prelude.column_bytes + prelude.payload_bytes
-        self.largest = max(self.largest, size)
-        return (memoryview(bytearray(size)),)
+    def _allocate(self, size: int) -> torch.Tensor:
+        self.largest = max(self.largest, size - 4096)  # of which the smallest lease is
+        return torch.empty(size, dtype=torch.uint8)
 
-    def on_filled(self) -> None:
-        pass
+    def _on_parcel(self, arrival: Arrival) -> None:
+        arrival.release()
+
+    def _on_message(self, source: int, message: bytes) -> None:
+        self.largest = max(self.largest, len(message))
+
+    def on_announced(self, transfer: Transfer) -> None:
+        raise AssertionError("parcels are whole here")
 
     def on_notice(self) -> None:
         pass
 
+    def on_taken(self, parcel_class: int, count: int) -> None:
+        pass
+
+    def on_leave(self) -> None:
+        pass
+
     def on_lost(self, error: PeerLost) -> None:
+        self.inbound.abandon()
         self.lost.set()
 
 
@@ -407,14 +424,15 @@ class _Sink:
 def test_whatever_a_peer_sends_a_link_ends_orderly(pieces: list[bytes]) -> None:
     async def run() -> None:
         ours, theirs = socket.socketpair()
-        sink, link = _Sink(), Link(ours, 0, 1, Limits(message_bytes=64, parcel_bytes=64), 5.0)
+        limits = Limits(message_bytes=64, parcel_bytes=64)
+        sink, link = _Sink(limits), Link(ours, 0, 1, limits, 5.0)
         link.open(sink)
         for piece in pieces:
             theirs.sendall(piece)
         theirs.close()
         async with asyncio.timeout(5):
             await sink.lost.wait()
-        assert sink.largest <= 128
+        assert sink.largest <= 64
         assert ours.fileno() == -1
 
     asyncio.run(run())

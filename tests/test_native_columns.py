@@ -27,12 +27,6 @@ from asyncmoe.steps import expert_step, gather_rows
 from asyncmoe.tokentable import TokenTable
 from asyncmoe.transport import Limits, Parcel, ParcelClass
 from asyncmoe.wire import (
-    PRELUDE_BYTES,
-    Prelude,
-    decode_parcel,
-    decode_prelude,
-    encode_parcel,
-    encode_prelude,
     payload_memory,
 )
 
@@ -69,7 +63,7 @@ def both(call: Callable[[], T]) -> tuple[T, T]:
 
 
 def dispatch(rng: np.random.Generator, rows: int, experts: int = 12) -> Parcel:
-    """Random rows with 1 to 3 experts each."""
+    """Random rows with 1 to 3 experts each; some weights are 0."""
     fanout = rng.integers(1, 4, rows).astype(np.uint8)
     pairs = int(fanout.sum())
     return Parcel(
@@ -81,7 +75,7 @@ def dispatch(rng: np.random.Generator, rows: int, experts: int = 12) -> Parcel:
         torch.from_numpy(rng.random((rows, 4), np.float32)),
         fanout,
         rng.integers(0, experts, pairs).astype(np.uint16),
-        rng.random(pairs, np.float32),
+        rng.random(pairs, np.float32) * (rng.random(pairs) < 0.8),
     )
 
 
@@ -93,7 +87,7 @@ def test_routes_are_the_same(seed: int, rows: int, top_k: int, world: int, each:
     weights = rng.random((rows, top_k), np.float32)
     slots, epochs = rng.integers(0, 99, rows), rng.integers(0, 9, rows).astype(np.uint32)
     hidden = torch.arange(2.0 * rows).view(rows, 2)
-    ours, twin = both(lambda: router(1, slots, epochs, hidden, experts, weights))
+    ours, twin = both(lambda: router(3, slots, epochs, hidden, experts, weights))
     assert ours.parts.tolist() == twin.parts.tolist()
     for (rank, parcel), (other, expected) in zip(ours.parcels, twin.parcels, strict=True):
         assert (rank, parcel.stage, parcel.pairs) == (other, expected.stage, expected.pairs)
@@ -105,9 +99,9 @@ def test_a_router_with_an_expert_that_nobody_owns_is_refused() -> None:
     router = Router(CHAIN, np.zeros((3, 4), np.uint16), 1, False)
     one = np.zeros(1, np.int64), np.zeros(1, np.uint32), torch.zeros(1, 2)
     with pytest.raises(IndexError, match="no index 4"):
-        router(0, *one, np.array([[4]]), np.ones((1, 1), np.float32))
+        router(1, *one, np.array([[4]]), np.ones((1, 1), np.float32))
     with pytest.raises(TypeError, match="experts is not a contiguous array"):
-        router(0, *one, np.array([[1]], np.int32), np.ones((1, 1), np.float32))
+        router(1, *one, np.array([[1]], np.int32), np.ones((1, 1), np.float32))
 
 
 @given(SEEDS, st.lists(st.integers(1, 6), min_size=1, max_size=4), st.booleans())
@@ -125,6 +119,9 @@ def test_expert_batches_are_the_same(seed: int, sizes: list[int], each: bool) ->
     for name in ("row", "weight", "counts", "gather"):
         np.testing.assert_array_equal(getattr(ours, name), getattr(twin, name), name)
     assert ours.back == twin.back
+    used = np.unique(ours.gather[ours.gather >= 0])
+    assert used.tolist() == list(range(len(ours.row)))
+    assert (ours.weight > 0).all()
 
 
 @given(SEEDS, st.integers(0, 12))
@@ -152,48 +149,6 @@ def test_combine_rows_of_any_content_are_taken_in_alike(seed: int, rows: int) ->
     assert ours == twin
 
 
-@given(SEEDS, st.integers(0, 8), st.integers(0, 2), st.sampled_from(range(14)), st.booleans())
-def test_frames_of_any_content_are_judged_alike(
-    seed: int, rows: int, kind: int, field: int, large: bool
-) -> None:
-    rng = np.random.default_rng(seed)
-    parcel = dispatch(rng, rows)
-    frame = encode_parcel(parcel, LIMITS, source=1, sequence=2, lease=0, generation=5)
-    with plain():
-        assert frame == encode_parcel(parcel, LIMITS, source=1, sequence=2, lease=0, generation=5)
-    prelude = bytearray(frame[:PRELUDE_BYTES])
-    if kind == 1:  # a flipped byte
-        prelude[rng.integers(0, PRELUDE_BYTES)] ^= int(rng.integers(1, 256))
-    elif kind == 2:  # a field that is something else, with a right checksum
-        name = Prelude._fields[field]
-        most = 255 if field < 3 else 2**64 - 1 if field in (5, 13) else 2**32 - 1
-        value = most if large else int(rng.integers(0, 100))
-        prelude[:] = encode_prelude(decode_prelude(prelude, LIMITS)._replace(**{name: value}))
-    ours, twin = both(lambda: decode_prelude(prelude, LIMITS))
-    assert ours == twin
-    short, shorter = both(lambda: decode_prelude(prelude[:-1], LIMITS))
-    assert short == shorter
-
-
-@given(SEEDS, st.integers(1, 6), st.integers(0, 30), st.binary(max_size=4))
-def test_columns_of_any_content_are_judged_alike(
-    seed: int, rows: int, at: int, noise: bytes
-) -> None:
-    packed = pack(dispatch(np.random.default_rng(seed), rows))
-    block = bytearray(packed.block)
-    at += 8 * rows + 4 * packed.pairs
-    block[at : at + len(noise)] = noise[: max(0, len(block) - at)]
-    frame = encode_parcel(packed, LIMITS, source=1, sequence=2, lease=0, generation=5)
-    prelude = decode_prelude(frame[:PRELUDE_BYTES], LIMITS)
-
-    def judge() -> Any:
-        parcel = decode_parcel(prelude, block, packed.payload, LIMITS)
-        return [column.tolist() for column in parcel.columns()]
-
-    ours, twin = both(judge)
-    assert ours == twin
-
-
 @given(SEEDS, st.lists(st.integers(1, 4), min_size=1, max_size=6))
 def test_rows_are_gathered_alike(seed: int, sizes: list[int]) -> None:
     rng = np.random.default_rng(seed)
@@ -207,7 +162,7 @@ def test_rows_are_gathered_alike(seed: int, sizes: list[int]) -> None:
         table.position[slots] = np.arange(first, first + size)
         table.epoch[slots], table.part_count[slots] = rng.integers(0, 9, (2, size))
         opened.append(chunks.open(request, slots, NONE, samples=True))
-    home: Any = SimpleNamespace(table=table, chunks=chunks, pool=pool)
+    home: Any = SimpleNamespace(table=table, chunks=chunks, pool=pool, id_of_row=None)
     order = rng.permutation(opened).astype(np.int64)
     ours, twin = both(lambda: gather_rows(home, order))
     for name in type(ours).__slots__[:-1]:

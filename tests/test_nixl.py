@@ -28,7 +28,7 @@ from asyncmoe.transports.nixl_wire import (
     note_generation,
 )
 from asyncmoe.transports.shm_segment import Geometry
-from asyncmoe.wire import PRELUDE_BYTES, Prelude, decode_prelude
+from asyncmoe.wire import PRELUDE_BYTES, decode_prelude
 from tests.transport_kit import Cluster, assert_same, make_parcel, until_free
 
 GENERATION = 7
@@ -83,9 +83,9 @@ def test_a_place_that_this_rank_does_not_expect_is_refused(
     assert decode_head(encode_place(PLACE)[:RECORD_BYTES], PLACE)[1:] == (len(PLACE.name), 8)
 
 
-def frame(first: int, generation: int, nbytes: int) -> Prelude:
-    """A control frame for slot `first`."""
-    return Prelude(1, 1, 1, 0, 0, 0, first + 1, generation, 1, 1, nbytes, 0, 9, nbytes)
+def frame(first: int, generation: int, nbytes: int) -> tuple[int, int, int]:
+    """What a control frame says of a payload in slot `first`."""
+    return first + 1, generation, nbytes
 
 
 def test_slots_go_round_and_words_about_former_owners_are_refused() -> None:
@@ -94,10 +94,10 @@ def test_slots_go_round_and_words_about_former_owners_are_refused() -> None:
     generation = sender.next_generation(first)
     sender.take(first, 2)
     assert (first, sender.find(3), sender.find(2)) == (0, -1, 2)
-    held = receiver.accept(frame(first, generation, 5000))
+    held = receiver.accept(*frame(first, generation, 5000))
     for wrong in (frame(first, generation + 1, 5000), frame(1, 1, 1), frame(3, 1, 5000)):
         with pytest.raises(ProtocolError):
-            receiver.accept(wrong)
+            receiver.accept(*wrong)
     with pytest.raises(ProtocolError, match="generation 0; allowed: 1"):
         sender.give_back(first, 0)
     sender.give_back(first, receiver.give_back(*held))
@@ -105,7 +105,7 @@ def test_slots_go_round_and_words_about_former_owners_are_refused() -> None:
     with pytest.raises(ProtocolError, match="allowed: None"):
         sender.give_back(first, generation)
     with pytest.raises(ProtocolError, match="generation is 1; allowed: 2"):
-        receiver.accept(frame(first, generation, 5000))
+        receiver.accept(*frame(first, generation, 5000))
 
 
 def test_sources_are_registered_once_while_they_are_read_and_never_overlap() -> None:

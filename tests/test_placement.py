@@ -78,6 +78,8 @@ def test_file_places_each_layer_on_its_own(tmp_path: Path) -> None:
     ("keys", "message"),
     [
         ({"roles": ["both"]}, "names 1 roles for 2 ranks"),
+        ({"attention_ranks": 2}, "attention_ranks is 2 of 2 ranks"),
+        ({"attention_ranks": 1, "roles": ["both", "both"]}, "are both set"),
         ({"roles": ["expert", "expert"]}, "at least one must be attention or both"),
         ({"roles": ["attention", "attention"]}, "at least one must be expert or both"),
         ({"experts_per_rank": [8]}, "1 entries for 2 ranks"),

@@ -77,7 +77,9 @@ def test_built_in_names_are_those_of_the_metadata() -> None:
         "defrag_aging",
         "defrag_cyclic",
         "flfs",
+        "lockstep",
         "mtfs",
+        "two_batch",
     ]
     assert registry.find("schedulers", "mtfs") is Mtfs
 

@@ -20,14 +20,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncmoe.errors import ConfigError, PeerLost, ProtocolError, UnknownName
+from asyncmoe.lease import LeasePool
 from asyncmoe.reach import UnixReach
 from asyncmoe.transport import Limits, ParcelClass
 from asyncmoe.transports import shm_segment
 from asyncmoe.transports.shm import ShmPeer, ShmTransport
+from asyncmoe.transports.shm_lanes import ReceiverSlots, Sender, SenderSlots, lowest_run
 from asyncmoe.transports.shm_segment import Geometry, exchange, make_segment, map_segment
-from asyncmoe.transports.shm_slots import ReceiverSlots, SenderSlots, lowest_run
-from asyncmoe.wire import PRELUDE_BYTES, Prelude, decode_prelude, readdress
-from tests.transport_kit import Cluster, Reader, assert_same, make_parcel, until_free
+from asyncmoe.twophase import make_outbound
+from asyncmoe.wire import PRELUDE_BYTES, FrameKind, decode_prelude, encode_prelude, encode_signal
+from tests.transport_kit import (
+    Cluster,
+    Reader,
+    assert_same,
+    compiled_or_plain,  # noqa: F401 - a fixture
+    make_parcel,
+    until_free,
+)
 
 DISPATCH, COMBINE = ParcelClass
 PAGE = 4096
@@ -49,21 +58,19 @@ def both_ends(kind: ParcelClass = DISPATCH) -> tuple[SenderSlots, ReceiverSlots]
     return sender, receiver
 
 
-def named(first: int, generation: int, nbytes: int = 1) -> Prelude:
-    """A control frame for a payload in slot `first`."""
-    return Prelude(1, 1, 1, 0, 0, 0, first + 1, generation, 0, 0, 0, 0, 0, nbytes)
+def named(first: int, generation: int, nbytes: int = 1) -> tuple[int, int, int]:
+    """What a control frame says of a payload in slot `first`."""
+    return first + 1, generation, nbytes
 
 
-def send(sender: SenderSlots, first: int, count: int = 1) -> Prelude:
-    """Fill slots and make the frame that names them."""
-    sender.take(first, count)
-    sender.publish(first)
-    return named(first, sender._generation[first], count * PAGE)
+def send(sender: SenderSlots, first: int, count: int = 1) -> tuple[int, int, int]:
+    """Take slots, and name them."""
+    return named(first, sender.take(first, count), count * PAGE)
 
 
 def test_a_slot_is_the_senders_again_only_when_the_receiver_has_given_it_back() -> None:
     sender, receiver = both_ends()
-    leases = [receiver.accept(send(sender, sender.find(1))) for _ in range(4)]
+    leases = [receiver.accept(*send(sender, sender.find(1))) for _ in range(4)]
     assert sender.find(1) == -1
     receiver.give_back(*leases[2])
     assert sender.find(1) == 2
@@ -74,14 +81,14 @@ def test_a_slot_is_the_senders_again_only_when_the_receiver_has_given_it_back() 
 
 def test_a_notice_is_due_once_for_every_time_that_the_sender_waits() -> None:
     sender, receiver = both_ends()
-    leases = [receiver.accept(send(sender, n)) for n in range(4)]
+    leases = [receiver.accept(*send(sender, n)) for n in range(4)]
     assert sender.wait(3) == -1
     assert [receiver.give_back(*lease) for lease in leases[:2]] == [True, False]
     assert sender.wait(3) == -1
     assert receiver.give_back(*leases[2]) is True
     assert sender.wait(3) == 0
     assert receiver.give_back(*leases[3]) is True  # it looked again just in time, and nobody waits
-    assert not receiver.give_back(*receiver.accept(send(sender, 0)))
+    assert not receiver.give_back(*receiver.accept(*send(sender, 0)))
 
 
 @pytest.mark.parametrize(
@@ -91,22 +98,21 @@ def test_a_notice_is_due_once_for_every_time_that_the_sender_waits() -> None:
         (named(4, 1), "lease is 5; allowed: 1 to 4"),
         (named(3, 1, PAGE + 1), "lease is 4; allowed: 1 to 3 for 2 slots"),
         (named(0, 1, 1 << 40), "lease is 1; allowed"),
-        (named(0, 2), "slot 0 is ready with generation 1, its frame says 2; allowed: 1"),
-        (named(1, 1), "slot 1 is ready with generation 0, its frame says 1; allowed: 1"),
-        (named(1, 0), "slot 1 is ready with generation 0, its frame says 0; allowed: 1"),
+        (named(0, 2), "generation is 2; allowed: 1 for slot 0"),
+        (named(1, 0), "generation is 0; allowed: 1 for slot 1"),
         (named(2, 1), "lease is 3, which this rank holds"),
         (named(1, 1, 2 * PAGE), "lease is 2, which this rank holds"),
     ],
 )
-def test_a_frame_may_name_only_slots_that_are_there_ready_and_not_held(
-    prelude: Prelude, message: str
+def test_a_frame_may_name_only_slots_that_are_there_and_not_held(
+    prelude: tuple[int, int, int], message: str
 ) -> None:
     sender, receiver = both_ends()
     first = send(sender, 0)
-    receiver.accept(send(sender, 2))
+    receiver.accept(*send(sender, 2))
     with pytest.raises(ProtocolError, match=message):
-        receiver.accept(prelude)
-    assert receiver.accept(first) == (0, 1)
+        receiver.accept(*prelude)
+    assert receiver.accept(*first) == (0, 1)
 
 
 @given(st.lists(st.integers(0, 3) | st.integers(-4, -1), max_size=60))
@@ -130,7 +136,7 @@ def test_no_slot_ever_has_two_owners_and_no_wake_up_is_lost(acts: list[int]) -> 
             if first >= 0:
                 bits = ((1 << -act) - 1) << first
                 assert not any(bits & other for _, other in held)
-                held.append(receiver.accept(send(sender, first, -act)))
+                held.append(receiver.accept(*send(sender, first, -act)))
         assert sum(bits.bit_count() for _, bits in held) <= SMALL.slots
 
 
@@ -153,7 +159,7 @@ def test_a_segment_has_no_name_and_nobody_else_can_open_write_or_cut_it() -> Non
         mmap.mmap(descriptor, SMALL.size_bytes)
     reader = map_segment(descriptor, SMALL)
     with pytest.raises(TypeError, match="read-only"):
-        reader.ready(DISPATCH)[0] = 1
+        reader.reclaimed(DISPATCH)[0] = 1
     os.close(descriptor)
 
 
@@ -271,8 +277,7 @@ async def test_a_payload_is_read_where_the_sender_wrote_it() -> None:
     await cluster.start()
     cluster.ranks[0].post(1, make_parcel(1, dtype=torch.uint8))
     await cluster.receivers[1].until(lambda: cluster.receivers[1].arrivals)
-    lane = cluster.ranks[0]._peers[1].sending[DISPATCH]
-    lane._memory[0] = 211
+    cluster.ranks[0]._peers[1].segment.payloads(DISPATCH)[0] = 211
     assert cluster.receivers[1].arrivals[0].parcel.payload[0, 0] == 211
     cluster.receivers[1].release_all()
     await cluster.close()
@@ -317,7 +322,7 @@ async def test_slots_are_used_again_before_untouched_ones() -> None:
         await until_free([cluster.ranks[0].post(1, make_parcel(number))])
         await reader.until(lambda number=number: reader.count == number + 1)
         await asyncio.sleep(0)
-    assert sum(generation > 0 for generation in lane._slots._generation) <= 3
+    assert sum(generation > 0 for generation in lane.generations) <= 3
     await cluster.close()
 
 
@@ -350,40 +355,113 @@ async def test_a_peer_that_never_gives_back_delays_close_no_longer_than_the_time
     await cluster.close(1)
 
 
-@pytest.mark.parametrize("lease", [0, 2, 2**32 - 1])
-async def test_a_frame_that_names_a_wrong_slot_costs_the_connection_and_leaves_no_lease(
-    lease: int,
-) -> None:
+class Forger:
+    """Rank 1 of two, whose parcels are put into its segment by hand."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.peer: ShmPeer = cluster.ranks[1]._peers[0]
+        self._lane = Sender(
+            self.peer.segment, self.peer.segment, DISPATCH, make_outbound(1, 7, Limits())
+        )
+
+    def put(self, change: Callable[[bytes], bytes] = lambda frame: frame, **fields: int) -> None:
+        """Publish an empty parcel in slot 0 with other fields, or any other change."""
+        frame, _ = self._lane._outbound.parcel(make_parcel(1))
+        prelude = decode_prelude(frame[:PRELUDE_BYTES], Limits())
+        prelude = prelude._replace(**{"lease": 1, "generation": 1, **fields})
+        self._lane._put(change(encode_prelude(prelude) + frame[PRELUDE_BYTES:]), 0)
+        self.peer.link.send([encode_signal(FrameKind.NOTICE, 1)])
+
+
+FORGED: dict[str, tuple[dict[str, Any], str]] = {
+    "slot 0": ({"lease": 0}, "lease is 0; allowed"),
+    "no slot": ({"lease": 2**32 - 1}, "lease is 4294967295; allowed"),
+    "generation": ({"generation": 2}, "generation is 2; allowed: 1"),
+    "sequence": ({"sequence": 1}, "sequence is 1; allowed: 0"),
+    "source": ({"source": 0}, "source is 0; allowed: 1"),
+    "class": ({"parcel_class": 2, "pairs": 0, "column_bytes": 36}, "parcel_class is 2; allowed: 1"),
+    "rows": ({"rows": 2**32 - 1}, "rows is"),
+    "noise": ({"change": lambda frame: bytes(len(frame))}, "magic"),
+    "a bit": ({"change": lambda f: bytes([*f[:40], f[40] ^ 1, *f[41:]])}, "checksum"),
+    "columns": ({"change": lambda f: f[:PRELUDE_BYTES] + bytes(len(f) - PRELUDE_BYTES)}, "fanout"),
+}
+
+
+@pytest.mark.parametrize("what", FORGED)
+@pytest.mark.usefixtures("compiled_or_plain")
+async def test_a_forged_parcel_costs_the_connection_and_leaves_no_lease(what: str) -> None:
     cluster = Cluster("shm", 2)
     await cluster.start()
-    attacker: ShmPeer = cluster.ranks[1]._peers[0]
-    frame, _ = attacker.outbound.parcel(make_parcel(1))
-    attacker.link.send([readdress(frame, lease, 1)])
-    await cluster.receivers[0].until(lambda: cluster.receivers[0].lost)
-    assert "malformed frame" in str(cluster.receivers[0].lost[0][1])
+    fields, message = FORGED[what]
+    Forger(cluster).put(**fields)
+    receiver = cluster.receivers[0]
+    await receiver.until(lambda: receiver.lost)
+    assert "malformed frame" in str(receiver.lost[0][1])
+    assert message in str(receiver.lost[0][1])
+    assert receiver.arrivals == []
     assert cluster.live_leases() == 0
     await cluster.close()
 
 
-async def test_a_frame_that_ends_early_leaves_no_lease_and_what_is_held_stays_readable() -> None:
+@pytest.mark.usefixtures("compiled_or_plain")
+async def test_a_slot_that_is_held_and_more_parcels_than_slots_cost_the_connection() -> None:
+    for step, message in ((1, "which this rank holds"), (2000, "published is")):
+        cluster = Cluster("shm", 2)
+        await cluster.start()
+        forger, receiver = Forger(cluster), cluster.receivers[0]
+        forger.put()
+        await receiver.until(lambda receiver=receiver: receiver.arrivals)
+        forger.peer.segment.published(DISPATCH)[0] += step - 1
+        forger.put(sequence=1)
+        await receiver.until(lambda receiver=receiver: receiver.lost)
+        assert message in str(receiver.lost[0][1])
+        receiver.release_all()
+        await cluster.close()
+        assert cluster.live_leases() == 0
+
+
+async def test_a_parcel_on_the_socket_costs_the_connection() -> None:
     cluster = Cluster("shm", 2)
     await cluster.start()
-    sent = make_parcel(0)
-    cluster.ranks[1].post(0, sent)
-    await cluster.receivers[0].until(lambda: cluster.receivers[0].arrivals)
-    peer: ShmPeer = cluster.ranks[1]._peers[0]
-    slots = peer.sending[DISPATCH]._slots
-    first = slots.find(1)
-    frame, _ = peer.outbound.parcel(make_parcel(1), first + 1, slots.next_generation(first))
-    slots.take(first, 1)
-    slots.publish(first)
-    assert decode_prelude(frame[:PRELUDE_BYTES], Limits()).column_bytes > 1
-    peer.link.send([frame[:-1]])
-    await asyncio.sleep(0.02)
-    cluster.ranks[1].abort()
+    attacker: ShmPeer = cluster.ranks[1]._peers[0]
+    attacker.link.send([attacker.outbound.parcel(make_parcel(1))[0]])
     await cluster.receivers[0].until(lambda: cluster.receivers[0].lost)
-    assert cluster.ranks[0].leases.held == cluster.ranks[0].leases.live == 1
-    assert_same(cluster.receivers[0].arrivals[0].parcel, sent)
-    cluster.receivers[0].release_all()
+    assert "a parcel on the socket" in str(cluster.receivers[0].lost[0][1])
+    assert cluster.live_leases() == 0
+    await cluster.close()
+
+
+async def test_what_was_published_before_the_end_of_its_sender_is_handed_over() -> None:
+    cluster = Cluster("shm", 2)
+    await cluster.start()
+    sent, receiver = [make_parcel(number) for number in range(5)], cluster.receivers[0]
+    for parcel in sent:
+        cluster.ranks[1].post(0, parcel)
+    cluster.ranks[1].abort()
+    await receiver.until(lambda: receiver.lost)
+    assert receiver.stages(1) == [0, 1, 2, 3, 4]
+    for arrival, parcel in zip(receiver.arrivals, sent, strict=True):
+        assert_same(arrival.parcel, parcel)
+    receiver.release_all()
+    await cluster.close()
+    assert cluster.live_leases() == 0
+
+
+async def test_the_compiled_lanes_and_the_plain_ones_understand_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Cluster("shm", 2, **ONE_SLOT)
+    plain = cluster.ranks[1]
+    plain.leases = LeasePool()  # makes its lanes plain
+    readers = [Reader(), Reader()]
+    cluster.receivers = readers
+    await cluster.start()
+    for number in range(20):
+        for rank in range(2):
+            for kind in ParcelClass:
+                cluster.ranks[rank].post(1 - rank, make_parcel(number, kind=kind))
+    for rank, reader in enumerate(readers):
+        await reader.until(lambda reader=reader: reader.count == 40)
+        assert reader.seen == {(1 - rank, kind): list(range(20)) for kind in ParcelClass}
     await cluster.close()
     assert cluster.live_leases() == 0

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from asyncmoe.errors import PeerLost, ProtocolError
-from asyncmoe.lease import LeasePool
+from asyncmoe.lease import make_pool
 from asyncmoe.transport import Arrival, Limits, Parcel, ParcelClass, Posted
-from asyncmoe.twophase import Inbound, Outbound, Transfer
+from asyncmoe.twophase import Transfer, make_inbound, make_outbound
 from asyncmoe.wire import PRELUDE_BYTES, Prelude, decode_prelude, payload_memory
-from tests.transport_kit import assert_same, make_parcel
+from tests.transport_kit import assert_same, compiled_or_plain, make_parcel  # noqa: F401
 
+pytestmark = pytest.mark.usefixtures("compiled_or_plain")
 LIMITS = Limits()
 GENERATION = 77
 
@@ -20,10 +21,10 @@ class Pair:
     """One direction from rank 3 to a rank that records."""
 
     def __init__(self) -> None:
-        self.leases = LeasePool()
+        self.leases = make_pool()
         self.arrivals: list[Arrival] = []
-        self.out = Outbound(3, GENERATION, LIMITS)
-        self.inbound = Inbound(3, GENERATION, LIMITS, self.leases, self.arrivals.append)
+        self.out = make_outbound(3, GENERATION, LIMITS)
+        self.inbound = make_inbound(3, GENERATION, LIMITS, self.leases, self.arrivals.append)
 
     def post(self, parcel: Parcel) -> tuple[Posted, bytes]:
         frame, posted = self.out.parcel(parcel)
@@ -160,7 +161,7 @@ def test_a_parcel_that_the_receiver_refuses_is_released() -> None:
     def refuse(arrival: Arrival) -> None:
         raise ProtocolError("no")
 
-    pair.inbound = Inbound(3, GENERATION, LIMITS, pair.leases, refuse)
+    pair.inbound = make_inbound(3, GENERATION, LIMITS, pair.leases, refuse)
     with pytest.raises(ProtocolError, match="no"):
         pair.fill(pair.begin(parcel), parcel)
     assert pair.leases.live == 0

@@ -7,14 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
+from asyncmoe import native
 from asyncmoe.directory import MemoryDirectory
 from asyncmoe.transport import Arrival, Limits, Parcel, ParcelClass, TransportContext
 from asyncmoe.transports.auto import AutoTransport
 from asyncmoe.transports.gloo import GlooTransport
 from asyncmoe.transports.impaired import ImpairedTransport
 from asyncmoe.transports.inproc import InprocTransport
+from asyncmoe.transports.model import ModelTransport
 from asyncmoe.transports.nixl import NixlTransport
 from asyncmoe.transports.shm import ShmTransport
 from asyncmoe.transports.tcp import TcpTransport
@@ -25,6 +28,7 @@ TRANSPORTS: dict[str, type[Any]] = {
     "gloo": GlooTransport,
     "impaired:tcp": ImpairedTransport.around(TcpTransport),
     "inproc": InprocTransport,
+    "model": ModelTransport,
     "nixl": NixlTransport,
     "shm": ShmTransport,
     "tcp": TcpTransport,
@@ -40,6 +44,15 @@ ONE_SLOT: dict[str, dict[str, Any]] = {
     },
     "shm": {"options": {"slots": 1, "slot_bytes": 1 << 20}, "limits": Limits(parcel_bytes=1 << 20)},
 }
+
+
+@pytest.fixture(params=["compiled", "plain"])
+def compiled_or_plain(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test twice: with the compiled parts, and with their plain twins."""
+    if request.param == "plain":
+        monkeypatch.setattr(native, "columns", None)
+    elif native.columns is None:
+        pytest.skip("not built")
 
 
 def make_parcel(

@@ -20,7 +20,7 @@ from typing import Any
 from asyncmoe import registry
 from asyncmoe.deadline import Deadline
 from asyncmoe.errors import AsyncMoeError, ConfigError, UnknownName
-from asyncmoe.lease import LeasePool
+from asyncmoe.lease import make_pool
 from asyncmoe.linked import LinkedTransport
 from asyncmoe.mesh import first_of
 from asyncmoe.reach import machine
@@ -60,7 +60,7 @@ class AutoTransport(Transport):
         if self._shared_memory:
             geometry_of(replace(context, options=self._shm_options))  # whether they can be
             _known(self._shm_options, ShmTransport.option_names, "transport shm")
-        self.leases = LeasePool()  # of all pairs
+        self.leases = make_pool()  # of all pairs
         self._routes: dict[int, LinkedTransport] = {}
 
     async def start(self, receiver: Receiver) -> None:

@@ -140,7 +140,8 @@ class GlooPair(Pair):
         self._group: Any = None  # a ProcessGroupGloo, of which torch's stubs show next to nothing
         self._opener = self._thread("open", self._open)
         self._aborted = False
-        self._to_launch: SimpleQueue[tuple[bool, Operation] | None] = SimpleQueue()
+        self._gathered: list[tuple[bool, Operation]] = []  # in this turn of the loop
+        self._to_launch: SimpleQueue[list[tuple[bool, Operation]] | None] = SimpleQueue()
         self._to_await: SimpleQueue[tuple[Any, Any, Callable[[], None]] | None] = SimpleQueue()
         self._sends: deque[Any] = deque()  # Gloo drops a send whose handle is dropped
         self._arrived: deque[Callable[[], None]] = deque()
@@ -162,13 +163,21 @@ class GlooPair(Pair):
 
     def send(self, burst: Sequence[Operation]) -> None:
         """See `Pair`."""
-        for operation in burst:
-            self._to_launch.put((True, operation))
+        self._gather(True, burst)
 
     def receive(self, burst: Sequence[Operation]) -> None:
         """See `Pair`."""
-        for operation in burst:
-            self._to_launch.put((False, operation))
+        self._gather(False, burst)
+
+    def _gather(self, sends: bool, burst: Sequence[Operation]) -> None:
+        """Wake the thread once a turn of the loop: it takes the interpreter from the loop."""
+        if not self._gathered:
+            self._loop.call_soon(self._pass_on)
+        self._gathered += [(sends, operation) for operation in burst]
+
+    def _pass_on(self) -> None:
+        gathered, self._gathered = self._gathered, []
+        self._to_launch.put(gathered)
 
     def taken(self, count: int) -> None:
         """See `Pair`."""
@@ -236,19 +245,19 @@ class GlooPair(Pair):
                 pass
 
     def _launch_next(self) -> bool:
-        item = self._to_launch.get()
-        if item is None:
+        gathered = self._to_launch.get()
+        if gathered is None:
             return False
-        sends, (tensor, done) = item
         other = 1 - self._rank
-        if sends:
-            works: list[Any] = []
-            self._sends.append(works)  # before the peer can say that it has it
-            works.append(self._group.send([tensor], other, _TAG))
-            works.append(self._group.send([_NOTHING], other, _TAG))
-        else:
-            payload = self._group.recv([tensor], other, _TAG)
-            self._to_await.put((payload, self._group.recv([_NOTHING], other, _TAG), done))
+        for sends, (tensor, done) in gathered:
+            if sends:
+                works: list[Any] = []
+                self._sends.append(works)  # before the peer can say that it has it
+                works.append(self._group.send([tensor], other, _TAG))
+                works.append(self._group.send([_NOTHING], other, _TAG))
+            else:
+                payload = self._group.recv([tensor], other, _TAG)
+                self._to_await.put((payload, self._group.recv([_NOTHING], other, _TAG), done))
         return True
 
     def _await(self) -> None:

@@ -69,24 +69,24 @@ class Impairments:
 
     def __init__(self, options: dict[str, Any], world: int) -> None:
         """Raises `ConfigError` naming the option. `world`: ranks that there are."""
-        self._options = _checked(Options, options, "transport.options")
+        self._options = checked(Options, options, "transport.options")
         self.seed = self._options.seed
         defaults = self._options.model_dump(include=set(Impairment.model_fields))
         self._links: list[tuple[str, Impairment]] = []
         for link, values in self._options.links.items():
-            _check_link(link, f"key of transport.options.links {link!r}", world)
+            check_link(link, f"key of transport.options.links {link!r}", world)
             where = f"transport.options.links.{link}"
-            self._links.append((link, _checked(Impairment, {**defaults, **values}, where)))
+            self._links.append((link, checked(Impairment, {**defaults, **values}, where)))
         self._all = Impairment(**defaults)
         trace = self._options.trace
-        self._trace = [] if trace is None else _read(Path(trace), world)
+        self._trace = [] if trace is None else read_trace(Path(trace), world)
 
     def of(self, source: int, target: int) -> Impairment:
         """What is wrong from `source` to `target`. Raises `ConfigError` if a trace names the link
         and it has no bandwidth."""
         found = self._all
         for link, impairment in self._links:
-            if _fits(link, source, target):
+            if fits(link, source, target):
                 found = impairment
         if found.mbit_per_s is None and self.fractions(source, target).moments:
             raise ConfigError(
@@ -96,7 +96,7 @@ class Impairments:
 
     def fractions(self, source: int, target: int) -> Fractions:
         """The available fraction over time."""
-        fitting = [(t, part) for t, link, part in self._trace if _fits(link, source, target)]
+        fitting = [(t, part) for t, link, part in self._trace if fits(link, source, target)]
         return Fractions(fitting)
 
 
@@ -131,7 +131,8 @@ def own_options() -> set[str]:
     return set(Options.model_fields)
 
 
-def _checked(kind: type[_Model], values: dict[str, Any], where: str) -> _Model:
+def checked(kind: type[_Model], values: dict[str, Any], where: str) -> _Model:
+    """`values` as options. Raises `ConfigError` naming the first that is wrong."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -143,7 +144,8 @@ def _checked(kind: type[_Model], values: dict[str, Any], where: str) -> _Model:
         raise ConfigError(f"{told}: {first['msg'].removeprefix('Value error, ')}") from None
 
 
-def _check_link(link: str, what: str, world: int) -> None:
+def check_link(link: str, what: str, world: int) -> None:
+    """Raise `ConfigError` if `link` names no links between `world` ranks."""
     if not _LINK.fullmatch(link):
         raise ConfigError(f'{what} is not a link; allowed: "SOURCE-TARGET", a rank or * each')
     strange = [part for part in link.split("-") if part != "*" and int(part) >= world]
@@ -151,14 +153,15 @@ def _check_link(link: str, what: str, world: int) -> None:
         raise ConfigError(f"{what} names rank {strange[0]}; there are {world} ranks")
 
 
-def _fits(link: str, source: int, target: int) -> bool:
+def fits(link: str, source: int, target: int) -> bool:
+    """Whether `link` names the one from `source` to `target`."""
     return all(
         part in ("*", str(rank))
         for part, rank in zip(link.split("-"), (source, target), strict=True)
     )
 
 
-def _read(path: Path, world: int) -> list[tuple[float, str, float]]:
+def read_trace(path: Path, world: int) -> list[tuple[float, str, float]]:
     """(time, link, fraction), sorted by time. Raises `ConfigError` naming the line."""
     try:
         with path.open(newline="") as file:
@@ -174,7 +177,7 @@ def _read(path: Path, world: int) -> list[tuple[float, str, float]]:
             step = float(moment), link, float(part)
         except ValueError:
             raise ConfigError(f"{path}: line {number} is not {','.join(_HEADER)}") from None
-        _check_link(link, f"{path}: line {number}: {link!r}", world)
+        check_link(link, f"{path}: line {number}: {link!r}", world)
         if not (0 <= step[0] < float("inf") and 0 <= step[2] <= 1):
             raise ConfigError(
                 f"{path}: line {number}: allowed: a time from 0 on and a fraction from 0 to 1"

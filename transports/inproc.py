@@ -16,9 +16,9 @@ import torch
 from asyncmoe.deadline import Deadline
 from asyncmoe.directory import MemoryDirectory
 from asyncmoe.errors import FAREWELL, ConfigError, PeerLost, ProtocolError, RankFailed, UnknownName
-from asyncmoe.lease import LeasePool
+from asyncmoe.lease import make_pool
 from asyncmoe.transport import Parcel, Posted, Receiver, Transport, TransportContext
-from asyncmoe.twophase import Inbound, Outbound
+from asyncmoe.twophase import make_inbound, make_outbound
 from asyncmoe.wire import PRELUDE_BYTES, decode_prelude
 
 _GENERATION = 0  # a pair of ranks in one process meets once
@@ -31,7 +31,7 @@ class InprocTransport(Transport):
         super().__init__(context)
         for option in context.options:
             raise UnknownName("option of transport inproc", option, ())
-        self.leases = LeasePool()
+        self.leases = make_pool()
         self._peers: dict[int, _Pair] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -94,8 +94,8 @@ class _Pair:
         self.error: PeerLost | None = None
         self._mine, self._other, self._receiver = mine, other, receiver
         self._loop = asyncio.get_running_loop()
-        self._outbound = Outbound(self.rank, _GENERATION, context.limits)
-        self._inbound = Inbound(
+        self._outbound = make_outbound(self.rank, _GENERATION, context.limits)
+        self._inbound = make_inbound(
             self.peer, _GENERATION, context.limits, mine.leases, receiver.on_parcel
         )
 

@@ -47,7 +47,7 @@ from asyncmoe.transports.matched_pair import (
     Window,
 )
 from asyncmoe.twophase import Transfer
-from asyncmoe.wire import PRELUDE_BYTES, FrameKind, Prelude, dtype_of, encode_taken
+from asyncmoe.wire import PRELUDE_BYTES, encode_taken
 
 _CARD = struct.Struct("<I")
 _CARD_BYTES = 4096
@@ -65,6 +65,8 @@ class _Outgoing(NamedTuple):
 
 class MatchedPeer(Peer):
     """One peer: windows and lanes of both directions."""
+
+    placed = True
 
     def __init__(
         self,
@@ -126,19 +128,19 @@ class MatchedPeer(Peer):
                 sent = partial(self.outbound.sent, outgoing.posted)
                 self._sending.add(Operation(outgoing.payload, sent))
 
-    def on_taken(self, prelude: Prelude) -> None:
-        """See `Peer`."""
-        window = self._announced[prelude.parcel_class]
-        if prelude.rows > len(window):
-            raise ProtocolError(f"{prelude.rows} parcels taken; announced: {len(window)}")
-        window.take(prelude.rows)
-        out = self._out[prelude.parcel_class]
-        taken = [out.popleft() for _ in range(prelude.rows)]
+    def on_taken(self, parcel_class: int, count: int) -> None:
+        """See `LinkHandler`."""
+        window = self._announced[parcel_class]
+        if count > len(window):
+            raise ProtocolError(f"{count} parcels taken; announced: {len(window)}")
+        window.take(count)
+        out = self._out[parcel_class]
+        taken = [out.popleft() for _ in range(count)]
         # Payloads arrive in order over both classes: if this many have, the first so many have.
         self.pair.taken(sum(bool(outgoing.payload.numel()) for outgoing in taken))
         for outgoing in taken:
             self.outbound.sent(outgoing.posted)
-        self._announce(prelude.parcel_class)
+        self._announce(parcel_class)
         if self._flushed is not None and not self._flushed.done() and self.flushed:
             self._flushed.set_result(None)
 
@@ -157,28 +159,23 @@ class MatchedPeer(Peer):
 
     # -- receiving -------------------------------------------------------------------------------
 
-    def on_frame(self, prelude: Prelude) -> Sequence[memoryview]:
-        """See `LinkHandler`."""
-        if prelude.kind == FrameKind.PARCEL:
-            self._admit(prelude)  # before anything is allocated
-        return super().on_frame(prelude)
-
-    def _admit(self, prelude: Prelude) -> None:
-        window, nbytes = self._filling[prelude.parcel_class], _nbytes(prelude)
+    def _place(self, transfer: Transfer) -> Lease | None:
+        """Anywhere, but within the window: that is looked at before anything is allocated."""
+        window = self._filling[transfer.parcel_class]
+        nbytes = transfer.column_bytes + transfer.payload_bytes
         if not window.fits(nbytes):
             raise ProtocolError(
                 f"a parcel of {nbytes} bytes behind {len(window)} with {window.nbytes} bytes that "
                 f"were not taken; allowed: {WINDOW_PARCELS} with {WINDOW_BYTES} bytes"
             )
         window.put(nbytes)
+        return None
 
-    def accepted(self, transfer: Transfer) -> None:
-        """The control frame is here: launch the receive. Raises `ProtocolError`."""
-        prelude = transfer.prelude
-        self._coming[prelude.parcel_class].append(transfer)
-        if prelude.payload_bytes:
-            tensor = transfer.lease.rows(dtype_of(prelude), prelude.rows, prelude.hidden)
-            self._receiving.add(Operation(tensor, partial(self._received, transfer)))
+    def on_announced(self, transfer: Transfer) -> None:
+        """See `LinkHandler`: launch the receive."""
+        self._coming[transfer.parcel_class].append(transfer)
+        if transfer.payload_bytes:
+            self._receiving.add(Operation(transfer.rows, partial(self._received, transfer)))
         else:
             self._arrived(transfer)
 
@@ -192,7 +189,7 @@ class MatchedPeer(Peer):
 
     def _arrived(self, transfer: Transfer) -> None:
         self.inbound.arrived(transfer)
-        kind = transfer.prelude.parcel_class
+        kind = transfer.parcel_class
         coming = self._coming[kind]
         while coming and coming[0].lease.state is not LeaseState.FILLING:
             coming.popleft()  # in order: one without a payload arrives before those ahead of it
@@ -310,15 +307,6 @@ class MatchedTransport(LinkedTransport):
         self._met[peer.rank] = peer, card
         return peer
 
-    def _transmit(self, peer: Peer, parcel: Parcel) -> Posted:
-        return self._met[peer.rank][0].post(parcel)
-
-    def _body(self, transfer: Transfer) -> Sequence[memoryview]:
-        return (memoryview(transfer.columns),)
-
-    def _filled(self, peer: Peer, transfer: Transfer) -> None:
-        self._met[peer.rank][0].accepted(transfer)
-
     def _quarantined(self, peer: Peer, leases: Sequence[Lease]) -> None:
         def proven(_: object) -> None:
             for lease in leases:
@@ -353,10 +341,6 @@ class Gate(Receiver):
         """See `Receiver`."""
         if self._receiver is not None:
             self._receiver.on_peer_lost(peer, error)
-
-
-def _nbytes(prelude: Prelude) -> int:
-    return prelude.column_bytes + prelude.payload_bytes
 
 
 async def _read(sock: socket.socket, count: int) -> bytes:

@@ -27,7 +27,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from asyncmoe.errors import ConfigError, RankFailed
-from asyncmoe.lease import LeasePool
+from asyncmoe.lease import make_pool
 from asyncmoe.transport import TransportContext
 from asyncmoe.transports.matched import MatchedTransport
 from asyncmoe.transports.matched_pair import Operation, Pair, fail, settle
@@ -52,7 +52,7 @@ class NcclTransport(MatchedTransport):
     def __init__(self, context: TransportContext) -> None:
         super().__init__(context)
         self._library = library = self.library_type(context.device)
-        self.leases = LeasePool(allocate=library.empty)
+        self.leases = make_pool(allocate=library.empty)
         self._ctas = context.options.get("ctas", 2)
         if not isinstance(self._ctas, int) or not 1 <= self._ctas <= 32:
             raise ConfigError(f"transport.options.ctas is {self._ctas!r}; allowed: 1 to 32")

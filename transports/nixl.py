@@ -25,11 +25,11 @@ from functools import partial
 from typing import Any
 
 from asyncmoe.deadline import Deadline
-from asyncmoe.errors import ConfigError, PeerLost, ProtocolError
+from asyncmoe.errors import ConfigError, ProtocolError
 from asyncmoe.lease import Lease
 from asyncmoe.link import Link
 from asyncmoe.linked import LinkedTransport, Peer
-from asyncmoe.transport import Parcel, ParcelClass, Posted, Receiver, TransportContext
+from asyncmoe.transport import ParcelClass, Receiver, TransportContext
 from asyncmoe.transports.matched import Gate
 from asyncmoe.transports.nixl_agent import Agent, NixlError
 from asyncmoe.transports.nixl_courier import Courier
@@ -37,7 +37,6 @@ from asyncmoe.transports.nixl_memory import Arena
 from asyncmoe.transports.nixl_peer import NixlPeer
 from asyncmoe.transports.nixl_wire import RECORD_BYTES, Place, decode_head, encode_place
 from asyncmoe.transports.shm import geometry_of, whole_option
-from asyncmoe.twophase import Transfer
 
 _SPIN_US = 100
 _MOST_SPIN_US = 1_000_000
@@ -68,7 +67,6 @@ class NixlTransport(LinkedTransport):
         self._courier: Courier | None = None
         self._arenas: dict[int, tuple[Arena, Any]] = {}  # by peer; with what `withdraw` takes
         self._gate: Gate | None = None
-        self._closing = False
 
     async def start(self, receiver: Receiver) -> None:
         """See `Transport`. When it returns, NIXL itself has reached all peers, both ways."""
@@ -101,11 +99,6 @@ class NixlTransport(LinkedTransport):
             await super().close()
         finally:
             self._end("this rank closed its transport")
-
-    def _reachable(self, peer: int) -> Peer:
-        if self._closing and peer in self._peers:
-            raise PeerLost(peer, "this rank closed its transport")
-        return super()._reachable(peer)
 
     async def _greet(self, deadline: Deadline) -> None:
         """Wait until every peer's greeting has come over NIXL, or the peer is lost."""
@@ -164,15 +157,6 @@ class NixlTransport(LinkedTransport):
         assert self._courier is not None
         del self._arenas[link.peer]  # the peer's from now on
         return NixlPeer(self, link, generation, receiver, self._geometry, self._courier, *met)
-
-    def _transmit(self, peer: Peer, parcel: Parcel) -> Posted:
-        return _nixl(peer).post(parcel)
-
-    def _body(self, transfer: Transfer) -> Sequence[memoryview]:
-        return (memoryview(transfer.columns),)
-
-    def _filled(self, peer: Peer, transfer: Transfer) -> None:
-        _nixl(peer).announced(transfer)
 
     def _quarantined(self, peer: Peer, leases: Sequence[Lease]) -> None:
         # A late write may come for ever, but these slots never get another owner: see `Arena`.

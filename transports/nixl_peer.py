@@ -28,7 +28,7 @@ from asyncmoe.transports.nixl_wire import (
 )
 from asyncmoe.transports.shm_segment import Geometry
 from asyncmoe.twophase import Transfer
-from asyncmoe.wire import FrameKind, Prelude, encode_signal
+from asyncmoe.wire import FrameKind, encode_signal
 
 _LOG = logging.getLogger(__name__)
 _TELL_S = 0.001  # for which slots that were read wait for others, while there are enough
@@ -36,6 +36,8 @@ _TELL_S = 0.001  # for which slots that were read wait for others, while there a
 
 class NixlPeer(Peer):
     """A peer, the arena that it writes to, and the arena there that this rank writes to."""
+
+    placed = True
 
     def __init__(
         self,
@@ -166,41 +168,39 @@ class NixlPeer(Peer):
         `ProtocolError`."""
         if due.left < 0:
             raise ProtocolError(
-                f"notifications of {due.transfer.prelude.payload_bytes - due.left} bytes for a "
-                f"payload of {due.transfer.prelude.payload_bytes}"
+                f"notifications of {due.transfer.payload_bytes - due.left} bytes for a payload of "
+                f"{due.transfer.payload_bytes}"
             )
         if due.left:
             return
-        prelude = due.transfer.prelude
-        del self._due[prelude.parcel_class, prelude.sequence]
+        del self._due[due.transfer.parcel_class, due.transfer.sequence]
         self._courier.due -= 1
         self.inbound.arrived(due.transfer)
         self._look_whether_whole()
 
     # -- receiving -------------------------------------------------------------------------------
 
-    def announced(self, transfer: Transfer) -> None:
-        """A control frame is here. Raises `ProtocolError`."""
-        prelude = transfer.prelude
-        key = prelude.parcel_class, prelude.sequence
-        self._next[prelude.parcel_class] = prelude.sequence + 1
-        early = self._early.pop(key, 0)
-        if not prelude.payload_bytes:
+    def on_announced(self, transfer: Transfer) -> None:
+        """See `LinkHandler`."""
+        kind, sequence, nbytes = transfer.parcel_class, transfer.sequence, transfer.payload_bytes
+        self._next[kind] = sequence + 1
+        early = self._early.pop((kind, sequence), 0)
+        if not nbytes:
             self.inbound.arrived(transfer)
             return
-        due = self._due[key] = _Due(transfer, prelude.payload_bytes - early)
+        due = self._due[kind, sequence] = _Due(transfer, nbytes - early)
         self._courier.due += 1
         self._complete(due)
         if due.left:
             self._courier.look()  # most often it is there already
             self._courier.something_happened()
 
-    def _place(self, prelude: Prelude) -> Lease | None:
-        if not prelude.payload_bytes:
+    def _place(self, transfer: Transfer) -> Lease | None:
+        kind, nbytes = transfer.parcel_class, transfer.payload_bytes
+        if not nbytes:
             return None
-        kind = prelude.parcel_class
         slots = self._receiving[kind]
-        first, bits = slots.accept(prelude)
+        first, bits = slots.accept(transfer.slot, transfer.generation, nbytes)
         block = self._blocks.get((kind, first))
         if block is None:  # from that slot on, since a payload may take more than one
             begin = (kind - 1) * self._geometry.class_bytes + first * self._geometry.slot_bytes
@@ -208,7 +208,7 @@ class NixlPeer(Peer):
             memory = self._arena.memory[begin:end]
             block = self._blocks[kind, first] = self._leases.block(memory)
         on_free = partial(self._give_back, slots, kind, first, bits)
-        return self._leases.lend(block, prelude.payload_bytes, on_free)
+        return self._leases.lend(block, nbytes, on_free)
 
     def _give_back(self, slots: ReceiverSlots, kind: int, first: int, bits: int) -> None:
         generation = slots.give_back(first, bits)

@@ -9,9 +9,8 @@ found out on either side. A payload larger than a slot takes adjacent ones.
 from __future__ import annotations
 
 from asyncmoe.errors import ProtocolError
+from asyncmoe.transports.shm_lanes import lowest_run
 from asyncmoe.transports.shm_segment import Geometry
-from asyncmoe.transports.shm_slots import lowest_run
-from asyncmoe.wire import Prelude
 
 _U32 = 0xFFFFFFFF
 
@@ -63,25 +62,24 @@ class ReceiverSlots:
         self._generation = [0] * geometry.slots
         self.held = 0  # bit i: slot i
 
-    def accept(self, prelude: Prelude) -> tuple[int, int]:
+    def accept(self, slot: int, generation: int, nbytes: int) -> tuple[int, int]:
         """Own the slots that a control frame names: (the first, the bits of all).
 
-        Raises `ProtocolError` if they are not there, held, or of another generation.
+        `slot`, `generation`: its fields; `nbytes`: of the payload. Raises `ProtocolError` if
+        they are not there, held, or of another generation.
         """
-        first, count = prelude.lease - 1, self._geometry.count(prelude.payload_bytes)
+        first, count = slot - 1, self._geometry.count(nbytes)
         most = self._geometry.slots - count
         if not 0 <= first <= most:
             raise ProtocolError(
-                f"frame field lease is {prelude.lease}; allowed: 1 to {most + 1} for {count} slots"
+                f"frame field lease is {slot}; allowed: 1 to {most + 1} for {count} slots"
             )
         bits = ((1 << count) - 1) << first
         if self.held & bits:
-            raise ProtocolError(f"frame field lease is {prelude.lease}, which this rank holds")
+            raise ProtocolError(f"frame field lease is {slot}, which this rank holds")
         expected = (self._generation[first] + 1) & _U32
-        if prelude.generation != expected:
-            raise ProtocolError(
-                f"frame field generation is {prelude.generation}; allowed: {expected}"
-            )
+        if generation != expected:
+            raise ProtocolError(f"frame field generation is {generation}; allowed: {expected}")
         self._generation[first] = expected
         self.held |= bits
         return first, bits

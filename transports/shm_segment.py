@@ -7,10 +7,15 @@ same in both segments of a pair. `w` is who made the segment, `r` its peer:
     words    u32, each with one writer, `w`:
              waiting[class]          how often `w` has begun to wait for slots of `r` to come back
              closing                 1 once `w` flushes its last parcels
-             ready[class][slot]      generation of the payload in a slot of this segment
+             sleeps                  how often `w` has begun to wait for something to take
+             published[class]        how many parcels `w` has put into this segment
              reclaimed[class][slot]  generation of the payload in a slot of the *peer's* segment
                                      which `w` has read for the last time
+    ring     [class][slot][64], preludes of parcels, in the order of `published`
+    columns  [class][slot][slot_bytes], of the parcel whose payload begins in that slot
     slots    [class][slot][slot_bytes], payloads from `w` to `r`
+
+Memory that was never touched is none: most of it is the room that the largest parcels would take.
 
 A segment is a memfd, whose descriptor goes over the pair's unix socket after the handshake. It has
 no name, so nothing is left behind whoever is killed when, and no process but these two can open it.
@@ -37,9 +42,10 @@ import torch
 
 from asyncmoe.errors import ConfigError, ProtocolError
 from asyncmoe.transport import ParcelClass
+from asyncmoe.wire import PRELUDE_BYTES
 
-CLOSING = len(ParcelClass)  # index of a word; those before it are `waiting` of each class
-_FLAGS = 16  # index of the first flag
+# Indices of words; those before the first are `waiting` of each class.
+_CLOSING, _SLEEPS, _PUBLISHED, _RECLAIMED = 2, 3, 4, 16
 _WORD_BYTES = 4
 _PAGE_BYTES = 4096
 _MODE = 0o600
@@ -77,10 +83,19 @@ class Geometry:
     slot_bytes: int
 
     @property
-    def head_bytes(self) -> int:
-        """Bytes of the words, in whole pages."""
-        words = _FLAGS + 2 * len(ParcelClass) * self.slots
-        return -(-words * _WORD_BYTES // _PAGE_BYTES) * _PAGE_BYTES
+    def ring_at(self) -> int:
+        """Where the rings begin, as all that follows in bytes."""
+        return _pages((_RECLAIMED + len(ParcelClass) * self.slots) * _WORD_BYTES)
+
+    @property
+    def columns_at(self) -> int:
+        """Where the memory for columns begins."""
+        return self.ring_at + _pages(len(ParcelClass) * self.slots * PRELUDE_BYTES)
+
+    @property
+    def slots_at(self) -> int:
+        """Where the slots begin."""
+        return self.columns_at + len(ParcelClass) * self.class_bytes
 
     @property
     def class_bytes(self) -> int:
@@ -90,7 +105,7 @@ class Geometry:
     @property
     def size_bytes(self) -> int:
         """Bytes of a segment."""
-        return self.head_bytes + len(ParcelClass) * self.class_bytes
+        return self.slots_at + len(ParcelClass) * self.class_bytes
 
     def count(self, nbytes: int) -> int:
         """Adjacent slots that a payload of `nbytes` takes; at least one."""
@@ -102,29 +117,46 @@ class Segment:
 
     def __init__(self, geometry: Geometry, mapping: mmap.mmap) -> None:
         self.geometry = geometry
-        self._view = memoryview(mapping)
-        self._head = self._view[: geometry.head_bytes].cast("I")
+        self.memory = memoryview(mapping)
+        self._words = self.memory[: geometry.ring_at].cast("I")
+        self.closing = self._words[_CLOSING : _CLOSING + 1]  # as all words u32 [1]
+        self.sleeps = self._words[_SLEEPS : _SLEEPS + 1]
 
-    def word(self, index: int) -> memoryview:
-        """`waiting` of a class or `closing`, u32 [1]."""
-        return self._head[index : index + 1]
+    def waiting(self, kind: ParcelClass) -> memoryview:
+        """How often its writer has begun to wait for slots of a class."""
+        return self._words[kind - 1 : kind]
 
-    def ready(self, kind: ParcelClass) -> memoryview:
-        """The flags of this segment's slots, u32 [slots]."""
-        return self._flags(kind - 1)
+    def published(self, kind: ParcelClass) -> memoryview:
+        """How many parcels of a class were put into this segment."""
+        index = _PUBLISHED + kind - 1
+        return self._words[index : index + 1]
 
     def reclaimed(self, kind: ParcelClass) -> memoryview:
         """The flags of the slots of the peer's segment, u32 [slots]."""
-        return self._flags(len(ParcelClass) + kind - 1)
+        first = _RECLAIMED + (kind - 1) * self.geometry.slots
+        return self._words[first : first + self.geometry.slots]
 
-    def slots(self, kind: ParcelClass) -> memoryview:
+    def ring(self, kind: ParcelClass) -> memoryview:
+        """The preludes of a class, u8 [slots * 64]."""
+        nbytes = self.geometry.slots * PRELUDE_BYTES
+        first = self.geometry.ring_at + (kind - 1) * nbytes
+        return self.memory[first : first + nbytes]
+
+    def columns(self, kind: ParcelClass) -> memoryview:
+        """The memory for columns of a class, u8 [slots * slot_bytes]."""
+        return self._of_class(self.geometry.columns_at, kind)
+
+    def payloads(self, kind: ParcelClass) -> memoryview:
         """The slots of a class, u8 [slots * slot_bytes]."""
-        first = self.geometry.head_bytes + (kind - 1) * self.geometry.class_bytes
-        return self._view[first : first + self.geometry.class_bytes]
+        return self._of_class(self.geometry.slots_at, kind)
 
-    def _flags(self, row: int) -> memoryview:
-        first = _FLAGS + row * self.geometry.slots
-        return self._head[first : first + self.geometry.slots]
+    def _of_class(self, begin: int, kind: ParcelClass) -> memoryview:
+        first = begin + (kind - 1) * self.geometry.class_bytes
+        return self.memory[first : first + self.geometry.class_bytes]
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
 def read_only_tensor(memory: memoryview) -> torch.Tensor:

@@ -24,7 +24,7 @@ from functools import partial
 import torch
 
 from asyncmoe.errors import ConfigError
-from asyncmoe.lease import LeasePool
+from asyncmoe.lease import make_pool
 from asyncmoe.transport import Receiver, TransportContext
 from asyncmoe.transports.matched import MatchedTransport
 from asyncmoe.transports.matched_pair import Pair
@@ -55,7 +55,7 @@ class UcxTransport(MatchedTransport):
             )
         if context.device.type == "cuda":
             empty = partial(torch.empty, dtype=torch.uint8, device=context.device)
-            self.leases = LeasePool(allocate=empty)
+            self.leases = make_pool(allocate=empty)
             empty(1)  # UCX looks for a CUDA context when it starts
         self._worker: Worker | None = None
         self._channels: set[int] = set()

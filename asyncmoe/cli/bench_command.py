@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import shlex
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -13,11 +14,14 @@ from typing import Any
 import orjson
 
 from asyncmoe import configflags
+from asyncmoe.cli import workload_bench
 from asyncmoe.cli.synthetic import Finished, random_prompts, run_batch
-from asyncmoe.cli.timetable import Account, accounts, time_table
+from asyncmoe.cli.timetable import time_table
 from asyncmoe.cli.untilsignal import run_until_signal
 from asyncmoe.config import Config
+from asyncmoe.errors import ConfigError
 from asyncmoe.frontend.engine import AsyncEngine
+from asyncmoe.metrics.account import Account, accounts
 
 WARM_TOKENS = 4
 REDRAW_S = 1.0
@@ -42,7 +46,8 @@ def add_parser(subparsers: Any) -> None:
         help="measure rates, and where the time goes",
         description="Answer a batch of equal random prompts at once, after a short run to warm up, "
         "and print tokens per second, time to the first token and time between tokens. A step is "
-        "one token for every request.",
+        "one token for every request. With any flag of a workload it runs that instead, live, and "
+        "prints the metrics that users and papers define.",
     )
     parser.add_argument(
         "--where",
@@ -55,13 +60,20 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--new", type=_count, default=64, help="new tokens of each (default 64)")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts (default 0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    workload_bench.add_arguments(parser)
     configflags.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print. Returns the exit status; raises `AsyncMoeError`."""
+    config = configflags.from_args(args)
+    if workload_bench.is_asked(args):
+        if args.where:
+            raise ConfigError("--where is for the run of equal prompts; a workload has a report")
+        command = shlex.join(["asyncmoe", *sys.argv[1:]])
+        return workload_bench.run(config, args, command)
     asked = Run(args.batch, args.prompt, args.new, args.seed, args.where, args.json)
-    return run_until_signal(_bench(configflags.from_args(args), asked))
+    return run_until_signal(_bench(config, asked))
 
 
 async def _bench(config: Config, asked: Run) -> int:

@@ -12,10 +12,11 @@ import aiohttp
 import orjson
 
 from asyncmoe import configfile, configflags, log
-from asyncmoe.cli.timetable import accounts, time_table
+from asyncmoe.cli.timetable import time_table
 from asyncmoe.cli.untilsignal import run_until_signal
 from asyncmoe.config import Config
 from asyncmoe.errors import RequestFailed
+from asyncmoe.metrics.account import accounts
 from asyncmoe.server import running_server
 
 DEFAULTS = {"cluster.ranks": 2, "server.port": 0, "log.level": "warning"}

@@ -36,6 +36,12 @@ COMMANDS = {
     "generate": Command("asyncmoe.cli.generate", "answer one prompt", engine=True),
     "serve": Command("asyncmoe.cli.serve", "serve OpenAI's API over HTTP", engine=True),
     "bench": Command("asyncmoe.cli.bench_command", "measure rates, and where the time goes", True),
+    "simulate": Command(
+        "asyncmoe.cli.simulate_command", "run an experiment in the virtual world", engine=False
+    ),
+    "compare": Command(
+        "asyncmoe.cli.compare_command", "compare rules, transports and bad links", engine=False
+    ),
     "demo": Command("asyncmoe.cli.demo", "two ranks, a server and an answer, once", engine=False),
     "config": Command(
         "asyncmoe.cli.config_command", "show or explain the configuration", engine=False

@@ -23,6 +23,7 @@ from asyncmoe.transport import (
     Transport,
     TransportContext,
 )
+from asyncmoe.virtual.loop import VirtualLoop
 
 TRIAL_S = 20.0
 ROWS, HIDDEN = 4, 64
@@ -39,9 +40,19 @@ class Trial:
 
 def try_devices(threads: int) -> list[Trial]:
     """Try every registered device."""
-    return [
-        asyncio.run(_tried(name, _compute(name, threads))) for name in registry.names("devices")
-    ]
+    trials = []
+    for name in registry.names("devices"):
+        with asyncio.Runner(loop_factory=_loop_for(name)) as runner:
+            trials.append(runner.run(_tried(name, _compute(name, threads))))
+    return trials
+
+
+def _loop_for(device: str) -> type[VirtualLoop] | None:
+    """What a device needs; None for any loop."""
+    try:
+        return VirtualLoop if registry.find("devices", device).virtual else None
+    except AsyncMoeError:
+        return None  # the trial itself tells it
 
 
 def try_transports() -> list[Trial]:

@@ -168,8 +168,12 @@ class AsyncEngine:
         params: SamplingParams,
         request_id: str,
         chat_options: Mapping[str, Any],
+        dummy_kv: bool = False,
     ) -> tuple[int, RequestStream]:
-        """Tokenise, check and admit, for `Generation`. Returns the request's number and stream."""
+        """Tokenise, check and admit, for `Generation`. Returns the request's number and stream.
+
+        `dummy_kv`: see `Admit`.
+        """
         arrival_s = time.monotonic()
         (ids,) = await self.tokenize([prompt], chat_options)
         if params.stop and self.tokenizer is None:
@@ -188,7 +192,8 @@ class AsyncEngine:
         booking, number = self._admission.book(len(ids) + max_tokens), next(self._numbers)
         self._streams[number], self._bookings[number] = stream, booking
         try:
-            self._admit(booking.rank, Admit(number, transcript.prompt_token_ids, params.to_wire()))
+            ids = transcript.prompt_token_ids
+            self._admit(booking.rank, Admit(number, ids, params.to_wire(), dummy_kv))
         except BaseException:
             self._forget(number)
             raise
@@ -330,6 +335,11 @@ class AsyncEngine:
     def running(self) -> int:
         """Requests that have been admitted and have not ended."""
         return len(self._streams)
+
+    @property
+    def room_tokens(self) -> int:
+        """Tokens of the longest request that can run, prompt and answer together."""
+        return self._admission.room_tokens
 
     @property
     def request_window(self) -> int:

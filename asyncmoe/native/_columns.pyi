@@ -1,7 +1,7 @@
 # The compiled columns; every function has a plain twin beside its caller. Arrays are contiguous.
 # Raises TypeError for an array of another type or shape, IndexError for an index out of range.
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -9,11 +9,10 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 Block = bytes | bytearray | memoryview
 
-# wire.py, receptor.py: None or False means "not allowed", and the caller says why
-def encode_parcel(fields: tuple[int, ...], limits: object, block: Block) -> bytes | None: ...
-def decode_parcel(data: Block, limits: object) -> tuple[int, ...] | None: ...
-def check_columns(block: Block, rows: int, pairs: int, experts: int) -> bool: ...
+# receptor.py: False means "not allowed", and the caller says why
 def all_local(block: Block, rows: int, pairs: int, local: Array) -> bool: ...
+
+# wire.py
 def memory(owner: object, address: int, size: int) -> memoryview: ...
 
 # routing.py, steps.py
@@ -71,6 +70,70 @@ def look(
 ) -> tuple[Array, int, int, float | None]: ...
 def scatter(to: int, to_rows: int, places: Array, source: int, row_bytes: int) -> None: ...
 
-# link.py: bytes moved, -1 if it would have to wait; raises OSError
-def send(fd: int, buffers: Iterable[Block]) -> int: ...
-def receive(fd: int, buffers: Iterable[memoryview]) -> int: ...
+# workload/draws.py
+def draw_distinct(
+    start: int,
+    request_ids: Array,
+    positions: Array,
+    limit: Array,
+    other: Array,
+    weights: Array,
+    count: int,
+) -> Array: ...
+
+# lease.py, twophase.py, reader.py, writer.py, transports/shm_lanes.py: classes, used as those
+# there, where they are described; made by the functions that stand beside those.
+class LeasePool:
+    def __init__(self, idle_bytes: int, allocate: object) -> None: ...
+
+class Outbound:
+    def __init__(self, rank: int, generation: int, limits: object) -> None: ...
+
+class Inbound:
+    def __init__(
+        self,
+        source: int,
+        generation: int,
+        limits: object,
+        leases: LeasePool,
+        on_parcel: object,
+        on_message: object,
+        place: object,
+    ) -> None: ...
+
+class Reader:
+    def __init__(
+        self, fd: int, inbound: Inbound, whole: bool, on_parcel: object, on_signal: object
+    ) -> None: ...
+
+class Writer:
+    def __init__(self, fd: int, on_full: object, on_fault: object) -> None: ...
+
+class Segment:
+    def __init__(
+        self,
+        memory: memoryview,
+        slots: int,
+        slot_bytes: int,
+        ring_at: int,
+        columns_at: int,
+        slots_at: int,
+    ) -> None: ...
+
+class ShmSender:
+    def __init__(self, mine: Segment, theirs: Segment, kind: int, outbound: Outbound) -> None: ...
+
+class ShmReceiver:
+    def __init__(
+        self,
+        mine: Segment,
+        theirs: Segment,
+        kind: int,
+        inbound: Inbound,
+        leases: LeasePool,
+        memory: object,
+        on_asked: object,
+    ) -> None: ...
+
+class ShmBell:
+    def __init__(self, mine: Segment, theirs: Segment) -> None: ...

@@ -1,7 +1,8 @@
 """One rank of a benchmark, as a process: `python -m asyncmoe.netbench.rank PLAN FOLDER RANK`.
 
-A sender keeps `depth` parcels in flight; the receiver acknowledges what arrived in one turn of its
-loop with one short message. What a rank measured is left in the folder as `report-RANK.json`.
+A sender keeps `depth` parcels in flight, packed as the engine posts them; the receiver acknowledges
+what arrived in one turn of its loop with one short message, on which the sender posts as many. What
+a rank measured is left in the folder as `report-RANK.json`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from asyncmoe import registry
 from asyncmoe.errors import AsyncMoeError
 from asyncmoe.netbench.plan import Case, FolderDirectory, Plan
 from asyncmoe.netbench.raw import make_raw
+from asyncmoe.packed import pack
 from asyncmoe.transport import (
     Arrival,
     Limits,
@@ -43,15 +45,63 @@ _FEWEST = 8  # parcels of a round, or twice the depth
 _MOST_RAW = 200_000  # transfers of a raw stack in one round
 
 
+class Flow:
+    """What one rank sends to another for a while."""
+
+    def __init__(
+        self, transport: Transport, target: int, parcel: Parcel, depth: int, seconds: float
+    ) -> None:
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.target, self._transport, self._parcel = target, transport, parcel
+        self._depth, self._fewest, self._seconds = depth, max(_FEWEST, 2 * depth), seconds
+        self._posted_s: deque[float] = deque()  # of those in flight
+        self._took_s: list[float] = []
+        self._sent = 0
+        self._begin_s = self._now_s = 0.0
+
+    def begin(self) -> None:
+        """Post the first."""
+        self._begin_s = self._now_s = time.perf_counter()
+        self._post()
+
+    def acknowledged(self, count: int) -> None:
+        """Some have arrived: post as many, or end."""
+        self._now_s = now_s = time.perf_counter()
+        popped = self._posted_s.popleft
+        self._took_s += [now_s - popped() for _ in range(count)]
+        self._post()
+        if not self._posted_s and not self.over.done():
+            self.over.set_result(None)
+
+    def _post(self) -> None:
+        end_s = self._begin_s + self._seconds
+        post, posted_s = self._transport.post, self._posted_s
+        while len(posted_s) < self._depth and (self._sent < self._fewest or self._now_s < end_s):
+            posted_s.append(self._now_s)
+            post(self.target, self._parcel)
+            self._sent += 1
+            self._now_s = time.perf_counter()
+
+    def report(self) -> dict[str, Any]:
+        """How much in which time, and how long each took to be acknowledged."""
+        return {
+            "count": self._sent,
+            "seconds": self._now_s - self._begin_s,
+            "p50_us": float(np.percentile(self._took_s, 50)) * 1e6,
+            "p99_us": float(np.percentile(self._took_s, 99)) * 1e6,
+        }
+
+
 class Station(Receiver):
-    """A rank's end: acknowledges parcels, and counts what others say."""
+    """A rank's end: acknowledges parcels, and hears what others say."""
 
     def __init__(self, ranks: int) -> None:
         self.transport: Transport | None = None
-        self.acknowledged = [0] * ranks  # parcels, by who took them
+        self.flow: Flow | None = None  # what this rank sends
         self.barriers = [0] * ranks  # by who came to them
         self.lost: dict[int, Exception] = {}
         self._taken = [0] * ranks  # in this turn of the loop, by source
+        self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
 
     def on_parcel(self, arrival: Arrival) -> None:
@@ -59,20 +109,23 @@ class Station(Receiver):
         arrival.release()
         source = arrival.source
         if not self._taken[source]:
-            asyncio.get_running_loop().call_soon(self._acknowledge, source)
+            self._loop.call_soon(self._acknowledge, source)
         self._taken[source] += 1
 
     def on_message(self, source: int, message: bytes) -> None:
         """See `Receiver`."""
         if message[:1] == _ACK:
-            self.acknowledged[source] += int.from_bytes(message[1:], "little")
+            assert self.flow is not None
+            self.flow.acknowledged(int.from_bytes(message[1:], "little"))
         else:
             self.barriers[source] += 1
-        self._changed.set()
+            self._changed.set()
 
     def on_peer_lost(self, peer: int, error: Exception) -> None:
         """See `Receiver`."""
         self.lost[peer] = error
+        if self.flow is not None and self.flow.target == peer and not self.flow.over.done():
+            self.flow.over.set_exception(error)
         self._changed.set()
 
     async def change(self, of: Sequence[int]) -> None:
@@ -164,32 +217,11 @@ class Bench:
     async def _send(
         self, target: int, parcel: Parcel, depth: int, seconds: float
     ) -> dict[str, Any]:
-        """Send for so long; how much in which time, and how long each took to be acknowledged."""
-        station, clock = self._station, time.perf_counter
-        begin = station.acknowledged[target]
-        posted_s: deque[float] = deque()
-        took_s: list[float] = []
-        sent, begin_s = 0, clock()
-        end_s = begin_s + seconds
-        while True:
-            now_s = clock()
-            arrived = station.acknowledged[target] - begin - len(took_s)
-            took_s.extend(now_s - posted_s.popleft() for _ in range(arrived))
-            if sent >= max(_FEWEST, 2 * depth) and now_s >= end_s:
-                if len(took_s) == sent:
-                    break
-            elif len(posted_s) < depth:
-                posted_s.append(now_s)
-                self._transport.post(target, parcel)
-                sent += 1
-                continue
-            await station.change([target])
-        return {
-            "count": sent,
-            "seconds": clock() - begin_s,
-            "p50_us": float(np.percentile(took_s, 50)) * 1e6,
-            "p99_us": float(np.percentile(took_s, 99)) * 1e6,
-        }
+        """Send for so long. Raises `PeerLost`."""
+        flow = self._station.flow = Flow(self._transport, target, parcel, depth, seconds)
+        flow.begin()
+        await flow.over
+        return flow.report()
 
     async def _measure_raw(
         self, carrier: str, ours: list[list[dict[str, Any]]]
@@ -232,7 +264,7 @@ def _parcel(size: int, device: torch.device) -> Parcel:
         payload = torch.zeros((_ROWS, size // 2 // _ROWS), dtype=torch.bfloat16, device=device)
     rows = len(payload)
     pairs = rows * _TOP_K
-    return Parcel(
+    parcel = Parcel(
         kind=ParcelClass.DISPATCH,
         stage=1,
         slot=np.arange(rows, dtype=np.uint32),
@@ -243,6 +275,7 @@ def _parcel(size: int, device: torch.device) -> Parcel:
         expert=np.zeros(pairs, np.uint16),
         weight=np.ones(pairs, np.float32),
     )
+    return pack(parcel)
 
 
 def main() -> None:

@@ -72,8 +72,9 @@ py::tuple expert_batch(const py::list& parcels, py::handle local_array, py::ssiz
     }
     Fresh<int64_t> counts(local_experts);
     std::fill_n(counts.data, local_experts, 0);
-    std::vector<int64_t> expert_of_pair;
+    std::vector<int64_t> expert_of_pair;  // -1 for a pair of weight 0, which adds nothing
     expert_of_pair.reserve(pairs);
+    py::ssize_t counted = 0;
     for (const Segment& segment : segments) {
         const auto in = segment.columns();
         int64_t total = 0;
@@ -89,8 +90,12 @@ py::tuple expert_batch(const py::list& parcels, py::handle local_array, py::ssiz
             if (expert < 0 || expert >= local_experts) {
                 throw py::value_error("an expert is not on this rank");
             }
-            ++counts[expert];
-            expert_of_pair.push_back(expert);
+            const bool counts_here = in.weight[pair] != 0.0f;
+            expert_of_pair.push_back(counts_here ? expert : -1);
+            if (counts_here) {
+                ++counts[expert];
+                ++counted;
+            }
         }
     }
     std::vector<int64_t> next(local_experts);  // where each expert's next pair goes
@@ -99,8 +104,8 @@ py::tuple expert_batch(const py::list& parcels, py::handle local_array, py::ssiz
         begin += counts[expert];
     }
     if (per_expert) width = 1;
-    Fresh<int64_t> row_of_pair(pairs), gather(per_expert ? pairs : rows, width);
-    Fresh<float> weight(pairs);
+    Fresh<int64_t> row_of_pair(counted), gather(per_expert ? pairs : rows, width);
+    Fresh<float> weight(counted);
     std::fill_n(gather.data, (per_expert ? pairs : rows) * width, -1);
     py::ssize_t row = 0, pair = 0;
     for (const Segment& segment : segments) {
@@ -108,6 +113,7 @@ py::tuple expert_batch(const py::list& parcels, py::handle local_array, py::ssiz
         const py::ssize_t begin = pair;
         for (py::ssize_t i = 0; i < segment.rows; ++i, ++row) {
             for (py::ssize_t j = 0; j < in.fanout[i]; ++j, ++pair) {
+                if (expert_of_pair[pair] < 0) continue;
                 const int64_t place = next[expert_of_pair[pair]]++;
                 row_of_pair[place] = row;
                 weight[place] = in.weight[pair - begin];

@@ -2,22 +2,26 @@
 #include <pybind11/pybind11.h>
 
 #include "chunks.h"
+#include "draws.h"
 #include "experts.h"
+#include "inbound.h"
+#include "lease.h"
 #include "memory.h"
+#include "outbound.h"
 #include "payload.h"
 #include "policy.h"
 #include "routing.h"
+#include "reader.h"
 #include "rows.h"
-#include "stream.h"
+#include "shm_receiver.h"
+#include "shm_sender.h"
 #include "tokens.h"
 #include "wire.h"
+#include "writer.h"
 
 PYBIND11_MODULE(_columns, m) {
     using namespace columns;
     m.doc() = "Index columns of parcels and tables.";
-    m.def("encode_parcel", &encode_parcel);
-    m.def("decode_parcel", &decode_parcel);
-    m.def("check_columns", &check_columns);
     m.def("all_local", &all_local);
     m.def("route", &route);
     m.def("expert_batch", &expert_batch);
@@ -29,8 +33,14 @@ PYBIND11_MODULE(_columns, m) {
     m.def("by_stage", &by_stage);
     m.def("gather_rows", &gather_rows);
     m.def("scatter", &scatter);
+    m.def("draw_distinct", &draw_distinct);
     m.def("memory", &memory);
     m.def("look", &look);
-    m.def("send", &send);
-    m.def("receive", &receive);
+    bind_lease(m);
+    bind_inbound(m);
+    bind_outbound(m);
+    bind_reader(m);
+    bind_writer(m);
+    bind_shm_sender(m);
+    bind_shm_receiver(m);
 }

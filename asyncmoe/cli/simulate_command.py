@@ -1,0 +1,108 @@
+"""`asyncmoe simulate`: an experiment of a file, in the virtual world."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from asyncmoe.cli.untilsignal import run_until_signal
+from asyncmoe.experiment.figures import read_figures
+from asyncmoe.experiment.grid import Setting, check, settings
+from asyncmoe.experiment.outcome import Outcome
+from asyncmoe.experiment.pool import run_all
+from asyncmoe.experiment.schema import Experiment, load
+from asyncmoe.report.results import Results
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command to the command line."""
+    parser = subparsers.add_parser(
+        "simulate",
+        help="run an experiment in the virtual world",
+        description="Run the engine on modelled devices and links, once for each combination that "
+        "the file asks for, and print its figures. See docs/experiments.md.",
+    )
+    parser.add_argument("file", type=Path, metavar="EXPERIMENT.toml")
+    add_run_arguments(parser)
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `simulate` and `compare` have in common."""
+    parser.add_argument(
+        "--quick", action="store_true", help="the short window of the file, for a first look"
+    )
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    parser.add_argument("--report", type=Path, metavar="FILE.html", help="write a report as well")
+    parser.add_argument(
+        "--results", type=Path, metavar="FILE.json", help="write every run's metrics as well"
+    )
+    parser.add_argument("--seed", type=int, help="instead of the file's")
+    parser.add_argument(
+        "--jobs", type=_count, help="runs at once (default: one for each core)", metavar="N"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run it. Returns the exit status; raises `AsyncMoeError`."""
+    return run_experiment(load(args.file), args, Outcome.figures, Outcome.text)
+
+
+def run_experiment(
+    experiment: Experiment,
+    args: argparse.Namespace,
+    as_json: Callable[[Outcome], dict[str, Any]],
+    as_text: Callable[[Outcome], str],
+) -> int:
+    """Run, print and write what `args` ask for. Returns the exit status; raises `AsyncMoeError`."""
+    if args.seed is not None:
+        experiment = experiment.model_copy(update={"seed": args.seed})
+    read_figures(experiment)  # a mistake in them is known before hours of work
+    runs = settings(experiment, args.quick)
+    for setting in runs:
+        check(setting)
+    # Live runs would take each other's time.
+    jobs = 1 if experiment.world == "live" else args.jobs or len(os.sched_getaffinity(0))
+    found: list[dict[str, Any]] = []
+    status = run_until_signal(_run(runs, jobs, found))
+    if not found:
+        return status
+    outcome = Outcome(experiment, runs, found)
+    sys.stderr.write(outcome.costs_text())
+    if args.results is not None or args.report is not None:
+        _write(outcome.report(_command()), args)
+    text = orjson.dumps(as_json(outcome)).decode() if args.json else as_text(outcome)
+    sys.stdout.write(text + "\n")
+    return status
+
+
+async def _run(runs: list[Setting], jobs: int, found: list[dict[str, Any]]) -> int:
+    found += await run_all(runs, jobs)
+    return 0
+
+
+def _write(results: Results, args: argparse.Namespace) -> None:
+    if args.results is not None:
+        args.results.write_bytes(results.to_json())
+    if args.report is not None:
+        from asyncmoe.report.page import write_report
+
+        write_report(results, args.report)
+
+
+def _command() -> str:
+    """This command, to be typed again."""
+    return shlex.join(["asyncmoe", *sys.argv[1:]])
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return value

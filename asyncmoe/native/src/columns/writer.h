@@ -1,0 +1,56 @@
+// Frames onto a non-blocking stream socket: the compiled twin of asyncmoe/writer.py.
+#pragma once
+
+#include <deque>
+#include <memory>
+
+#include "outbound.h"
+
+namespace columns {
+
+class Writer {
+  public:
+    Writer(int fd, py::object on_full, py::object on_fault);
+    Writer(const Writer&) = delete;
+    Writer& operator=(const Writer&) = delete;
+    ~Writer() { stop(); }
+
+    // See the twin.
+    void send(py::handle buffers, py::object on_sent);
+    py::object post(std::shared_ptr<Outbound> outbound, py::handle parcel);
+    bool write(int most);
+    void stop();
+    bool idle() const { return pieces_.empty(); }
+    uint64_t sent() const { return sent_; }
+
+  private:
+    struct Piece {
+        Py_buffer view;
+        PyObject* owner;  // null: the view is
+        const uint8_t* data;
+        size_t size;
+    };
+    // What is called once the kernel has all bytes up to `end`.
+    struct Mark {
+        uint64_t end;
+        py::object on_sent;  // or `Posted`, of `outbound`
+        std::shared_ptr<Outbound> outbound;
+    };
+
+    void add(py::handle buffer);
+    void add(const py::object& owner, const uint8_t* data, size_t size);
+    void drop_front();
+    void begin(bool was_idle);
+    py::ssize_t give();
+    void taken(size_t count);
+
+    int fd_;  // -1: stopped
+    py::object on_full_, on_fault_;
+    std::deque<Piece> pieces_;
+    std::deque<Mark> marks_;
+    uint64_t queued_ = 0, sent_ = 0;  // bytes, ever
+};
+
+void bind_writer(py::module_& m);
+
+}  // namespace columns
