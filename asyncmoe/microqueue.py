@@ -186,8 +186,7 @@ class Queues:
         self.oldest_decision = np.zeros(len(chain), np.int64)
         self.decision = 0  # batches executed so far
         self._queues: list[ChunkQueue | RowQueue] = [
-            RowQueue() if chain.kind(stage) is Kind.EXPERT else ChunkQueue()
-            for stage in range(len(chain))
+            RowQueue() if kind is Kind.EXPERT else ChunkQueue() for kind in chain.kinds
         ]
 
     def put_chunks(

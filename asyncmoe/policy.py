@@ -22,7 +22,7 @@ class BatchPolicy:
     linger_s: NDArray[np.float64]  # [stages]: longest such wait of a row
 
     def __init__(self, config: BatchConfig, chain: StageChain) -> None:
-        self._kinds = [chain.kind(stage) for stage in range(len(chain))]
+        self._kinds = chain.kinds
         self._limits = {kind: _limits(config, kind) for kind in Kind}
         limits = [self._limits[kind] for kind in self._kinds]
         self.min_rows = np.array([least for least, _, _ in limits], np.int64)

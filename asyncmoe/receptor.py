@@ -47,7 +47,7 @@ class Receptor:
         """
         self._copies = copies
         self._rank, self._chain, self._local, self._dtype = rank, chain, local, dtype
-        self._expert_stages = {s for s in range(len(chain)) if chain.kind(s) is Kind.EXPERT}
+        self._expert_stages = {s for s, kind in enumerate(chain.kinds) if kind is Kind.EXPERT}
         self._queues, self._dispatcher, self._home = queues, dispatcher, home
         self.notify: Callable[[], None] = _nothing  # to be set: rows became ready
         self._now_s, self._times = now_s, times

@@ -56,10 +56,6 @@ class StageChain:
         """Index of E(layer)."""
         return 2 * layer + 1
 
-    def kind(self, stage: int) -> Kind:
-        """Kind of the stage."""
-        return self.kinds[stage]
-
     def layer(self, stage: int) -> int:
         """MoE layer of the stage; `layers` for H."""
         return stage % self.track_stages // 2
@@ -70,6 +66,6 @@ class StageChain:
 
     def name(self, stage: int) -> str:
         """The stage as people write it: A0, E0, …, H; in further tracks A0/1 and so on."""
-        kind, track = self.kind(stage), self.track(stage)
+        kind, track = self.kinds[stage], self.track(stage)
         name = "H" if kind is Kind.HEAD else f"{'AE'[kind]}{self.layer(stage)}"
         return f"{name}/{track}" if track else name

@@ -30,7 +30,7 @@ def rows_per_token(context: SchedulerContext) -> NDArray[np.float64]:
     if not 0 < context.fanout < np.inf:
         raise ValueError(f"SchedulerContext.fanout is {context.fanout}; allowed is above 0, finite")
     chain = context.chain
-    kinds = np.array([chain.kind(stage) for stage in range(len(chain))])
+    kinds = np.array(chain.kinds)
     return np.where(kinds == Kind.EXPERT, context.fanout, 1.0)
 
 

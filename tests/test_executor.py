@@ -40,7 +40,7 @@ class Work:
 
     @property
     def kind(self) -> Kind:
-        return CHAIN.kind(self.stage)
+        return CHAIN.kinds[self.stage]
 
     def __call__(self) -> Any:
         return self.compute()

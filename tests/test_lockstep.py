@@ -54,7 +54,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
 
     def note(self: Lockstep, what: str, stage: int, round: int) -> None:
         chain = self.context.chain
-        kind = "expert" if chain.kind(stage) is Kind.EXPERT else "home"
+        kind = "expert" if chain.kinds[stage] is Kind.EXPERT else "home"
         found[chain.track(stage), round][f"{kind} {what}"].append(next(moment))
 
     def on_executed(self: Lockstep, stage: int, rows: int) -> None:

@@ -47,8 +47,8 @@ def test_a_stage_may_run_with_its_minimum_or_after_its_linger(
     least = {Kind.ATTENTION: 3, Kind.EXPERT: 8, Kind.HEAD: 1}
     linger_s = {Kind.ATTENTION: 0.002, Kind.EXPERT: 0.005, Kind.HEAD: 0.002}
     expected = [
-        rows[s] >= least[CHAIN.kind(s)]
-        or (rows[s] > 0 and oldest_s[s] + linger_s[CHAIN.kind(s)] <= now_s)
+        rows[s] >= least[CHAIN.kinds[s]]
+        or (rows[s] > 0 and oldest_s[s] + linger_s[CHAIN.kinds[s]] <= now_s)
         for s in range(5)
     ]
     assert policy.runnable(*columns(rows, oldest_s), now_s).tolist() == expected

@@ -64,7 +64,7 @@ class Reference:
         self.depths: list[list[int]] = []  # rows at each decision
 
     def tokens(self, stage: int, rows: float) -> float:
-        return rows / self.fanout if self.chain.kind(stage) is Kind.EXPERT else rows
+        return rows / self.fanout if self.chain.kinds[stage] is Kind.EXPERT else rows
 
     def past(self, stage: int) -> float:
         if self.history == 0:
