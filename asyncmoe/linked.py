@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from asyncmoe.errors import PeerLost, ProtocolError, UnknownName
+from asyncmoe.errors import ConfigError, PeerLost, ProtocolError, UnknownName
 from asyncmoe.lease import Lease, make_pool
 from asyncmoe.link import Link
 from asyncmoe.mesh import Meeting, connect_all
@@ -99,6 +99,11 @@ class LinkedTransport(Transport):
         for option in context.options:
             if option not in self.option_names:
                 raise UnknownName(f"option of transport {self.name}", option, self.option_names)
+        host = context.options.get("advertise_host", "localhost")
+        if not isinstance(host, str) or not host:
+            raise ConfigError(
+                f"transport.options.advertise_host is {host!r}; allowed: a name or an address"
+            )
         self.leases = make_pool()
         self._peers: dict[int, Peer] = {}
         self._closing = False  # set by who flushes more than the links: nothing more is taken

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncmoe import native
 from asyncmoe.errors import ConfigError, ProtocolError, UnknownName
 from asyncmoe.transport import Limits, ParcelClass
 from asyncmoe.transports.nixl_memory import Arena, Sources, Span
@@ -129,22 +130,6 @@ def test_sources_are_registered_once_while_they_are_read_and_never_overlap() -> 
     assert len(sources) == 0
 
 
-def test_registrations_that_are_kept_give_way_to_others_that_overlap_them() -> None:
-    calls: list[Any] = []
-    sources = Sources(lambda span: span.address, calls.append, most_idle=2)
-    for address in (1000, 1100, 1200):
-        span = Span(address, 100, "DRAM", 0)
-        assert sources.acquire(span)
-        sources.release(span)
-    assert calls == [1000]  # the longest idle
-    assert sources.acquire(Span(1110, 10, "DRAM", 0))
-    assert not sources.acquire(Span(1150, 100, "DRAM", 0))  # of two, one is read
-    sources.release(Span(1110, 10, "DRAM", 0))
-    assert sources.acquire(Span(1150, 100, "DRAM", 0))
-    assert sorted(calls) == [1000, 1100, 1200]
-    assert len(sources) == 1
-
-
 def test_the_addresses_of_an_arena_outlive_it_but_its_pages_do_not() -> None:
     arena = Arena(1 << 20, torch.device("cpu"))
     memory = arena.memory
@@ -155,8 +140,12 @@ def test_the_addresses_of_an_arena_outlive_it_but_its_pages_do_not() -> None:
     memory[5] = 1  # where a late write would go
 
 
-async def test_pieces_and_copies_of_one_source_arrive_unchanged_at_several_peers() -> None:
-    cluster = Cluster("nixl", 3)
+# Where all ranks are on loopback one registration covers all memory; elsewhere each source has one.
+@pytest.mark.parametrize("bind_host", ["127.0.0.1", "0.0.0.0"])
+async def test_pieces_and_copies_of_one_source_arrive_unchanged_at_several_peers(
+    bind_host: str,
+) -> None:
+    cluster = Cluster("nixl", 3, bind_host=bind_host, options={"advertise_host": "127.0.0.1"})
     await cluster.start()
     parcel = make_parcel(3, rows=64, hidden=512)
     parts = [parcel, parcel.piece(0, 40), parcel.piece(20, 64), parcel.piece(40, 64), parcel]
@@ -167,8 +156,19 @@ async def test_pieces_and_copies_of_one_source_arrive_unchanged_at_several_peers
             assert_same(arrival.parcel, part)
         receiver.release_all()
     await until_free(posted)
-    assert len(cluster.ranks[0]._agent._sources) == 0
+    sources = cluster.ranks[0]._agent._sources
+    assert (sources is None) == (bind_host == "127.0.0.1")
+    assert not sources
     await cluster.close()
+
+
+@pytest.fixture(params=["compiled", "plain"])
+def twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run with the compiled parts, and with their twins."""
+    if request.param == "plain":
+        monkeypatch.setattr(native, "columns", None)
+    elif native.columns is None:
+        pytest.skip("not built")
 
 
 NOTES = {
@@ -181,6 +181,7 @@ NOTES = {
 }
 
 
+@pytest.mark.usefixtures("twin")
 @pytest.mark.parametrize("what", NOTES)
 async def test_a_malformed_notification_ends_its_senders_connection_and_nothing_else(
     what: str,
@@ -199,6 +200,7 @@ async def test_a_malformed_notification_ends_its_senders_connection_and_nothing_
     assert cluster.live_leases() == 0
 
 
+@pytest.mark.usefixtures("twin")
 async def test_more_bytes_than_a_parcel_has_end_the_connection() -> None:
     cluster = Cluster("nixl", 2)
     await cluster.start()
@@ -228,6 +230,7 @@ async def test_a_notification_without_the_pairs_secret_is_not_believed() -> None
     await cluster.close()
 
 
+@pytest.mark.usefixtures("twin")
 async def test_a_control_frame_without_slots_for_its_payload_ends_the_connection() -> None:
     cluster = Cluster("nixl", 2)
     await cluster.start()
@@ -256,6 +259,15 @@ def test_options_that_cannot_be_used_are_named(
         Cluster("nixl", 2, options=options)
 
 
+def test_a_network_device_that_the_environment_names_and_is_not_there_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UCX_NET_DEVICES", "eth77")
+    with pytest.raises(ConfigError, match=r"UCX_NET_DEVICES is 'eth77'.*allowed: all, .*lo"):
+        Cluster("nixl", 2)
+
+
+@pytest.mark.usefixtures("twin")
 @pytest.mark.parametrize(
     ("thread", "bind_host"), [(False, "127.0.0.1"), (True, "127.0.0.1"), (False, "0.0.0.0")]
 )

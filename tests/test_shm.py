@@ -435,8 +435,7 @@ async def test_what_was_published_before_the_end_of_its_sender_is_handed_over() 
     cluster = Cluster("shm", 2)
     await cluster.start()
     sent, receiver = [make_parcel(number) for number in range(5)], cluster.receivers[0]
-    for parcel in sent:
-        cluster.ranks[1].post(0, parcel)
+    await until_free([cluster.ranks[1].post(0, parcel) for parcel in sent])
     cluster.ranks[1].abort()
     await receiver.until(lambda: receiver.lost)
     assert receiver.stages(1) == [0, 1, 2, 3, 4]

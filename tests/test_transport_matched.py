@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from asyncmoe.errors import RankFailed
+from asyncmoe.errors import ConfigError, RankFailed
 from asyncmoe.transport import Limits, ParcelClass
 from asyncmoe.transports.gloo import GlooPair
 from asyncmoe.transports.matched import _Outgoing
@@ -79,15 +79,32 @@ async def test_a_lane_launches_bursts_in_order_and_no_more_than_it_may() -> None
     assert [len(burst) for burst in launched] == [3, 1]
 
 
-async def test_a_lane_without_groups_launches_at_once_but_in_order() -> None:
-    launched: list[int] = []
-    lane = Lane(lambda burst: launched.extend(each.tensor.numel() for each in burst), most=None)
+async def test_a_lane_of_bursts_that_both_sides_know_launches_them_at_their_ends() -> None:
+    launched: list[list[int]] = []
+    lane = Lane(lambda burst: launched.append([each.tensor.numel() for each in burst]), most=None)
+    assert not lane.end()  # of nothing
     for number in (1, 2):
         lane.add(Operation(torch.empty(number), lambda: None))
+    assert lane.end()
+    lane.add(Operation(torch.empty(3), lambda: None))
     assert launched == []  # not open
     lane.open()
-    lane.add(Operation(torch.empty(3), lambda: None))
-    assert launched == [1, 2, 3]
+    await asyncio.sleep(0)
+    assert launched == [[1, 2]]
+    lane.add(Operation(torch.empty(4), lambda: None))
+    assert lane.end()
+    assert launched == [[1, 2], [3, 4]]
+
+
+async def test_what_a_turn_posts_goes_as_bursts_which_a_notice_ends(three: Cluster) -> None:
+    peer = three.ranks[0]._peers[1]
+    sizes: list[int] = []
+    launch = peer.pair.send
+    peer._sending._launch = lambda burst: (sizes.append(len(burst)), launch(burst))
+    for number in range(5):
+        three.ranks[0].post(1, make_parcel(number, MIB_ROWS, 128))  # 256 KiB each
+    await three.receivers[1].until(lambda: len(three.receivers[1].arrivals) == 5)
+    assert sizes == [2, 2, 1]
 
 
 async def test_leases_in_filling_stay_within_the_window_of_each_class(three: Cluster) -> None:
@@ -199,8 +216,8 @@ async def test_a_side_that_introduces_itself_with_nonsense_ends_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def nonsense(pair: GlooPair) -> bytes:
-        await introduce(pair)
-        return b"nonsense" if pair._rank else await pair._card
+        card = await introduce(pair)
+        return b"nonsense" if pair._rank else card
 
     introduce = GlooPair.introduce
     monkeypatch.setattr(GlooPair, "introduce", nonsense)
@@ -215,6 +232,29 @@ async def test_a_side_that_introduces_itself_with_nonsense_ends_the_start(
     await cluster.close()
     quiet = [pair.quiet for rank in cluster.ranks for pair in rank._pairs]
     await asyncio.wait(quiet, timeout=15)  # Gloo tries to connect for up to 10 s
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
+async def test_a_host_that_is_not_this_machine_is_refused_by_name(host: str) -> None:
+    cluster = Cluster("gloo", 2, options={"advertise_host": host})
+    with pytest.raises(ConfigError, match=f"advertise_host is '{host}'; allowed"):
+        await cluster.ranks[0].start(cluster.receivers[0])
+
+
+async def test_an_end_of_gloos_connection_that_does_not_know_the_secret_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def guess(pair: GlooPair, card: bytes) -> None:
+        await connect(pair, bytes(32) + card[32:] if pair._rank else card)
+
+    connect = GlooPair.connect
+    monkeypatch.setattr(GlooPair, "connect", guess)
+    cluster = Cluster("gloo", 2, start_timeout_s=3.0, peer_timeout_s=3.0)
+    outcome = await asyncio.gather(
+        *(cluster.ranks[r].start(cluster.receivers[r]) for r in (0, 1)), return_exceptions=True
+    )
+    assert "does not know the secret" in str(outcome[0])
+    await cluster.close()
 
 
 # -- what is given up ----------------------------------------------------------------------------

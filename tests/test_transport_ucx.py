@@ -183,10 +183,10 @@ async def test_options_win_over_the_environment_and_that_over_our_defaults(
     assert (await config_of(context()))["NET_DEVICES"] == "lo"
     assert "NET_DEVICES" not in await config_of(context(bind_host="0.0.0.0"))
     monkeypatch.setenv("UCX_TLS", "rc")
-    monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_0:1")
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
     assert not (await config_of(context())).keys() & {"TLS", "NET_DEVICES"}
-    chosen = await config_of(context(options={"tls": "tcp", "net_devices": "eth7"}))
-    assert (chosen["TLS"], chosen["NET_DEVICES"]) == ("tcp", "eth7")
+    chosen = await config_of(context(options={"tls": "tcp", "net_devices": "l*"}))
+    assert (chosen["TLS"], chosen["NET_DEVICES"]) == ("tcp", "l*")
 
 
 @pytest.mark.parametrize(
@@ -194,13 +194,24 @@ async def test_options_win_over_the_environment_and_that_over_our_defaults(
     [
         ({"segment_bytes": 100}, r"segment_bytes is 100; allowed: 4096 to 1048576"),
         ({"tls": 7}, r"transport.options.tls is 7"),
-        ({"tls": "no_such_way"}, r"UCX does not start with .*no_such_way"),
+        ({"tls": "no_such_way"}, r"UCX does not start with .*no_such_way.*transport.options.tls"),
+        ({"net_devices": "eth77"}, r"options.net_devices is 'eth77'.*allowed: all, .*lo"),
+        ({"net_devices": "lo,eth77"}, r"no network device 'eth77'"),
+        ({"advertise_host": 7}, r"transport.options.advertise_host is 7"),
     ],
     ids=str,
 )
 async def test_a_wrong_option_is_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         await UcxTransport(context(options=options)).start(Recorder())
+
+
+async def test_a_network_device_that_the_environment_names_and_is_not_there_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UCX_NET_DEVICES", "eth77")
+    with pytest.raises(ConfigError, match=r"UCX_NET_DEVICES is 'eth77'.*allowed: all, .*lo"):
+        await config_of(context())
 
 
 async def test_a_host_that_no_network_device_has_is_refused_by_name() -> None:

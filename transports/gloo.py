@@ -3,8 +3,11 @@
 Each pair of ranks has a `ProcessGroupGloo` of its own, made by hand and known to nobody else: the
 global group of `torch.distributed` is left to others, several transports may live in one process,
 and a pair that is aborted takes no other with it. The two sides exchange Gloo's addresses over the
-authenticated socket of their link, and not through a store that others can read. (Gloo's own
-connections are not authenticated: use it where the network is.)
+authenticated socket of their link, and not through a store that others can read. Gloo's own
+connections ask for nothing, so each side tells the other a secret over the link and wants to have
+it back as the first transfer: whoever else has dialled Gloo's port does not know it. (Nothing is
+encrypted, and who can change packets on their way can change payloads: use it where you trust the
+network.)
 
 Gloo reports completion only to a thread that waits, and a launch may block while Gloo moves bytes.
 So a pair has a thread that launches and a thread that waits for receives; idle ones sleep. Nobody
@@ -12,15 +15,17 @@ waits for sends: the peer says when it has them.
 
 Gloo has no abort, but a wait that times out closes the connection at once: that is how a pair is
 aborted. It holds the connection's lock, so afterwards nothing is read or written. It also wakes all
-who wait, but for transfers of which some bytes have moved. So each payload is followed by an empty
-transfer, which has no such state: what is waited for is that one, and as all transfers of a pair
-keep their order, the payload is there before it.
+who wait, but for transfers of which some bytes have moved. So each burst of payloads is followed by
+an empty transfer, which has no such state: what is waited for is that one, and as all transfers of
+a pair keep their order, the payloads are there before it. Both sides launch the same bursts.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import re
+import secrets
 import socket
 import threading
 from collections import deque
@@ -28,7 +33,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import (  # type: ignore[attr-defined]  # public, not marked for export
@@ -38,12 +43,14 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, not mar
 
 from asyncmoe.errors import ConfigError, RankFailed
 from asyncmoe.reach import WILDCARDS
-from asyncmoe.transport import TransportContext
+from asyncmoe.transport import Receiver, TransportContext
 from asyncmoe.transports.matched import MatchedTransport
 from asyncmoe.transports.matched_pair import Operation, Pair, fail, settle
 
 _FOREVER = timedelta(days=365)  # heartbeats on the link find out who is lost
 _TAG, _ABORT_TAG = 0, 1
+_SECRET_BYTES = 32
+_PROOF_TIMEOUT = timedelta(seconds=10)
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
@@ -57,6 +64,27 @@ class GlooTransport(MatchedTransport):
         if context.device.type != "cpu":
             raise ConfigError(f"transport gloo moves host memory; device is {context.device}")
         self._device = _Device(context.options.get("advertise_host") or context.bind_host)
+
+    async def start(self, receiver: Receiver) -> None:
+        """See `Transport`."""
+        await self._check_host()
+        await super().start(receiver)
+
+    async def _check_host(self) -> None:
+        """Raise `ConfigError` if Gloo could not listen where the settings say."""
+        advertised = self.context.options.get("advertise_host")
+        host = advertised or self.context.bind_host
+        if host in WILDCARDS:
+            return
+        setting = "transport.options.advertise_host" if advertised else "cluster.bind_host"
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+            with socket.socket(found[0][0], socket.SOCK_STREAM) as sock:
+                sock.bind(found[0][4])
+        except OSError as error:
+            raise ConfigError(
+                f"{setting} is {host!r}; allowed for gloo: an address of this machine ({error})"
+            ) from error
 
     def _make_pair(self, peer: int) -> Pair:
         context = self.context
@@ -123,6 +151,24 @@ class _Cards(Store):
             self._changed.notify_all()
 
 
+class _Gathered:
+    """What one turn of the loop brings for the thread that launches."""
+
+    __slots__ = ("bursts", "taken")
+
+    def __init__(self) -> None:
+        self.bursts: list[tuple[bool, Sequence[Operation]]] = []  # whether they are sends
+        self.taken = 0  # sends whose handles may be dropped, before those
+
+
+class _Received(NamedTuple):
+    """A burst of receives, the handles that keep them going, and the one to wait for."""
+
+    burst: Sequence[Operation]
+    payloads: list[Any]
+    behind: Any
+
+
 class GlooPair(Pair):
     """A process group of two, a thread that launches, and one that waits."""
 
@@ -137,14 +183,16 @@ class GlooPair(Pair):
         self._card: asyncio.Future[bytes] = self._loop.create_future()
         self._connected: asyncio.Future[None] = self._loop.create_future()
         self._cards = _Cards(lambda card: self._tell(settle, self._card, card))
+        self._secret, self._peer_secret = secrets.token_bytes(_SECRET_BYTES), b""
         self._group: Any = None  # a ProcessGroupGloo, of which torch's stubs show next to nothing
         self._opener = self._thread("open", self._open)
         self._aborted = False
-        self._gathered: list[tuple[bool, Operation]] = []  # in this turn of the loop
-        self._to_launch: SimpleQueue[list[tuple[bool, Operation]] | None] = SimpleQueue()
-        self._to_await: SimpleQueue[tuple[Any, Any, Callable[[], None]] | None] = SimpleQueue()
+        self._gathered = _Gathered()  # in this turn of the loop
+        self._scheduled = False
+        self._to_launch: SimpleQueue[_Gathered | None] = SimpleQueue()
+        self._to_await: SimpleQueue[_Received | None] = SimpleQueue()
         self._sends: deque[Any] = deque()  # Gloo drops a send whose handle is dropped
-        self._arrived: deque[Callable[[], None]] = deque()
+        self._arrived: deque[Sequence[Operation]] = deque()
         self._launcher = self._thread("launch", self._launch)
         self._waiter = self._thread("wait", self._await)
 
@@ -154,35 +202,39 @@ class GlooPair(Pair):
     async def introduce(self) -> bytes:
         """See `Pair`."""
         self._opener.start()
-        return await self._card
+        return self._secret + await self._card
 
     async def connect(self, card: bytes) -> None:
         """See `Pair`."""
-        self._cards.put_other(card)
+        self._peer_secret = card[:_SECRET_BYTES]
+        self._cards.put_other(card[_SECRET_BYTES:])
         await self._connected
 
     def send(self, burst: Sequence[Operation]) -> None:
         """See `Pair`."""
-        self._gather(True, burst)
+        self._gathered.bursts.append((True, burst))
+        self._schedule()
 
     def receive(self, burst: Sequence[Operation]) -> None:
         """See `Pair`."""
-        self._gather(False, burst)
-
-    def _gather(self, sends: bool, burst: Sequence[Operation]) -> None:
-        """Wake the thread once a turn of the loop: it takes the interpreter from the loop."""
-        if not self._gathered:
-            self._loop.call_soon(self._pass_on)
-        self._gathered += [(sends, operation) for operation in burst]
-
-    def _pass_on(self) -> None:
-        gathered, self._gathered = self._gathered, []
-        self._to_launch.put(gathered)
+        self._gathered.bursts.append((False, burst))
+        self._schedule()
 
     def taken(self, count: int) -> None:
-        """See `Pair`."""
-        for _ in range(min(count, len(self._sends))):  # one who lies harms its own parcels alone
-            self._sends.popleft()
+        """See `Pair`. Handles are dropped where they were made: that takes long."""
+        self._gathered.taken += count
+        self._schedule()
+
+    def _schedule(self) -> None:
+        """Wake the thread once a turn of the loop: it takes the interpreter from the loop."""
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._pass_on)
+
+    def _pass_on(self) -> None:
+        self._scheduled = False
+        gathered, self._gathered = self._gathered, _Gathered()
+        self._to_launch.put(gathered)
 
     def abort(self) -> None:
         """See `Pair`."""
@@ -199,6 +251,7 @@ class GlooPair(Pair):
         failure = None
         try:
             self._make_group()
+            self._prove()
         except Exception as error:  # a card that makes no sense ends in any of C++'s
             failure = RankFailed(self._peer, f"no gloo connection: {_reason(error)}")
         if failure is None:
@@ -217,6 +270,16 @@ class GlooPair(Pair):
             options._devices = [device]
             self._group = ProcessGroupGloo(self._cards, self._rank, 2, options)
 
+    def _prove(self) -> None:
+        """Raise `RuntimeError` unless the other end is the one that the link leads to."""
+        other, proof = 1 - self._rank, torch.zeros(_SECRET_BYTES, dtype=torch.uint8)
+        theirs = torch.frombuffer(bytearray(self._peer_secret), dtype=torch.uint8)
+        sending = self._group.send([theirs], other, _TAG)
+        self._group.recv([proof], other, _TAG).wait(_PROOF_TIMEOUT)
+        sending.wait(_PROOF_TIMEOUT)
+        if not hmac.compare_digest(bytes(proof.tolist()), self._secret):
+            raise RuntimeError("the other end of Gloo's connection does not know the secret")
+
     def _close(self) -> None:
         self._cards.put_other(b"")
         if self._opener.ident is not None:
@@ -224,9 +287,10 @@ class GlooPair(Pair):
         if self._group is not None:
             self._disconnect()
             self._to_launch.put(None)
-            self._launcher.join()
             self._to_await.put(None)
-            self._waiter.join()
+            for thread in (self._launcher, self._waiter):
+                if thread.ident is not None:  # else the other end gave no proof
+                    thread.join()
             while not self._to_await.empty():  # handles keep Gloo's threads and sockets alive
                 self._to_await.get()
             self._sends.clear()
@@ -248,17 +312,25 @@ class GlooPair(Pair):
         gathered = self._to_launch.get()
         if gathered is None:
             return False
-        other = 1 - self._rank
-        for sends, (tensor, done) in gathered:
+        for _ in range(min(gathered.taken, len(self._sends))):  # who lies harms its own alone
+            self._sends.popleft()
+        for sends, burst in gathered.bursts:
             if sends:
-                works: list[Any] = []
-                self._sends.append(works)  # before the peer can say that it has it
-                works.append(self._group.send([tensor], other, _TAG))
-                works.append(self._group.send([_NOTHING], other, _TAG))
+                self._launch_sends(burst)
             else:
-                payload = self._group.recv([tensor], other, _TAG)
-                self._to_await.put((payload, self._group.recv([_NOTHING], other, _TAG), done))
+                self._launch_receives(burst)
         return True
+
+    def _launch_sends(self, burst: Sequence[Operation]) -> None:
+        send, other = self._group.send, 1 - self._rank
+        for tensor, _ in burst:
+            self._sends.append([send([tensor], other, _TAG)])
+        self._sends[-1].append(send([_NOTHING], other, _TAG))
+
+    def _launch_receives(self, burst: Sequence[Operation]) -> None:
+        receive, other = self._group.recv, 1 - self._rank
+        payloads = [receive([tensor], other, _TAG) for tensor, _ in burst]
+        self._to_await.put(_Received(burst, payloads, receive([_NOTHING], other, _TAG)))
 
     def _await(self) -> None:
         with self._fault_told():
@@ -266,12 +338,11 @@ class GlooPair(Pair):
                 pass
 
     def _await_next(self) -> bool:
-        item = self._to_await.get()
-        if item is None:
+        received = self._to_await.get()
+        if received is None:
             return False
-        _, behind, done = item
-        behind.wait(_FOREVER)
-        self._arrived.append(done)
+        received.behind.wait(_FOREVER)
+        self._arrived.append(received.burst)
         if len(self._arrived) == 1:  # else the loop has not come to the one before
             self._tell(self._deliver)
         return True
@@ -287,7 +358,8 @@ class GlooPair(Pair):
     def _deliver(self) -> None:
         """On the loop."""
         while self._arrived:
-            self._arrived.popleft()()
+            for operation in self._arrived.popleft():
+                operation.done()
 
     def _tell(self, call: Callable[..., None], *arguments: object) -> None:
         """Call something on the loop, if there still is one."""

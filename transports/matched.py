@@ -9,6 +9,10 @@ same order, and nothing that was launched can be cancelled. The link says what i
 3. When the payload is whole the receiver says so, with a frame TAKEN. Then the source is free, if
    the library has not said so before.
 
+What one turn of the loop posts is announced together, at its end. Where the library completes
+several transfers together, both sides must launch the same bursts: then a frame NOTICE follows the
+control frames of each.
+
 A sender announces at most a `Window` of each class that was not taken; what is beyond waits in its
 own process. So nothing is launched that would wait for more than the other side's loop: a dispatch
 that waits for credits or for its window is not launched, and no combine stands behind it. The
@@ -39,6 +43,7 @@ from asyncmoe.link import Link
 from asyncmoe.linked import LinkedTransport, Peer
 from asyncmoe.transport import Arrival, Parcel, ParcelClass, Posted, Receiver, TransportContext
 from asyncmoe.transports.matched_pair import (
+    BURST_BYTES,
     WINDOW_BYTES,
     WINDOW_PARCELS,
     Lane,
@@ -47,7 +52,7 @@ from asyncmoe.transports.matched_pair import (
     Window,
 )
 from asyncmoe.twophase import Transfer
-from asyncmoe.wire import PRELUDE_BYTES, encode_taken
+from asyncmoe.wire import PRELUDE_BYTES, FrameKind, encode_signal, encode_taken
 
 _CARD = struct.Struct("<I")
 _CARD_BYTES = 4096
@@ -80,8 +85,13 @@ class MatchedPeer(Peer):
         self.pair = pair
         pair.failed = partial(self._failed, transport.name)
         self._rank = transport.context.rank
+        self._loop = asyncio.get_running_loop()
+        self._alike = pair.bursts is None
+        self._notice = encode_signal(FrameKind.NOTICE, self._rank)
         self._sending = Lane(pair.send, pair.bursts)
         self._receiving = Lane(pair.receive, pair.bursts)
+        self._frames: list[bytes] = []  # of this turn of the loop, which the link does not have
+        self._burst_bytes = 0  # of the payloads behind the last NOTICE
         self._held: list[deque[_Outgoing]] = [deque() for _ in range(_CLASSES)]  # not announced
         self._out: list[deque[_Outgoing]] = [deque() for _ in range(_CLASSES)]  # announced
         self._announced = [Window() for _ in range(_CLASSES)]  # the same
@@ -123,10 +133,29 @@ class MatchedPeer(Peer):
             outgoing = held.popleft()
             self._out[kind].append(outgoing)
             window.put(outgoing.nbytes)
-            self.link.send((outgoing.frame,))
+            if not self._frames:
+                self._loop.call_soon(self._leave)
+            self._frames.append(outgoing.frame)
             if outgoing.payload.numel():
                 sent = partial(self.outbound.sent, outgoing.posted)
                 self._sending.add(Operation(outgoing.payload, sent))
+                self._burst_bytes += outgoing.nbytes
+                if self._burst_bytes >= BURST_BYTES:
+                    self._end_burst()
+
+    def _end_burst(self) -> None:
+        self._burst_bytes = 0
+        if self._alike:
+            self._frames.append(self._notice)
+            self._sending.end()
+
+    def _leave(self) -> None:
+        """The turn is over: announce what it brought."""
+        if self._burst_bytes:
+            self._end_burst()
+        frames, self._frames = self._frames, []
+        if self.link.error is None:
+            self.link.send(frames)
 
     def on_taken(self, parcel_class: int, count: int) -> None:
         """See `LinkHandler`."""
@@ -171,6 +200,11 @@ class MatchedPeer(Peer):
         window.put(nbytes)
         return None
 
+    def on_notice(self) -> None:
+        """See `LinkHandler`: what was announced is a burst."""
+        if not (self._alike and self._receiving.end()):
+            raise ProtocolError("a notice; allowed: none, or one behind each burst of payloads")
+
     def on_announced(self, transfer: Transfer) -> None:
         """See `LinkHandler`: launch the receive."""
         self._coming[transfer.parcel_class].append(transfer)
@@ -196,7 +230,7 @@ class MatchedPeer(Peer):
             self._whole[kind] += 1
         if self._whole[kind] and not self._telling:
             self._telling = True  # at the end of this turn, which may bring more
-            asyncio.get_running_loop().call_soon(self._tell)
+            self._loop.call_soon(self._tell)
 
     def _tell(self) -> None:
         self._telling = False

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 WINDOW_PARCELS, WINDOW_BYTES = 64, 16 << 20  # of one class in one direction, and not yet taken
+BURST_BYTES = 512 << 10  # from which on a burst that both sides know is closed
 
 
 class Operation(NamedTuple):
@@ -24,7 +25,8 @@ class Operation(NamedTuple):
 class Pair(ABC):
     """The library's connection with one peer. All methods are called on the loop; none blocks."""
 
-    bursts: ClassVar[int | None]  # under way in one direction at most; None: there are no groups
+    # Under way in one direction at most. None: any number, but both sides launch the same bursts.
+    bursts: ClassVar[int | None]
 
     def __init__(self) -> None:
         self.failed: Callable[[str], None] = _ignore  # whom to tell that the library gave up
@@ -42,7 +44,7 @@ class Pair(ABC):
     def send(self, burst: Sequence[Operation]) -> None:
         """Launch sends, in order; as one group if the library has groups.
 
-        The burst is over with its last `done`. A library that has no groups need not call it for
+        The burst is over with its last `done`. Where `bursts` is None `done` need not be called for
         sends: `taken` says that they are complete. After `abort` no `done` is called.
         """
 
@@ -60,31 +62,41 @@ class Pair(ABC):
 
 
 class Lane:
-    """One direction of a pair: gathers what one turn of the loop brings into a burst.
-
-    Without groups there is nothing to gather for: everything is launched at once.
-    """
+    """One direction of a pair: gathers what one turn of the loop brings into a burst, or, where
+    both sides launch the same bursts, what comes up to `end`."""
 
     def __init__(self, launch: Callable[[Sequence[Operation]], None], most: int | None) -> None:
         self._launch, self._most = launch, most
         self._waiting: list[Operation] = []
+        self._ended: list[list[Operation]] = []  # bursts from before `open`
         self._under_way = 0  # bursts
         self._open = self._scheduled = False
 
     def open(self) -> None:
         """The pair is connected."""
         self._open = True
-        waiting, self._waiting = self._waiting, []
-        for operation in waiting:
-            self.add(operation)
+        ended, self._ended = self._ended, []
+        for burst in ended:
+            self._launch(burst)
+        if self._waiting:
+            self._schedule()
 
     def add(self, operation: Operation) -> None:
         """Launch `operation` after all that were added before."""
-        if self._open and self._most is None:
-            self._launch((operation,))
-        else:
-            self._waiting.append(operation)
+        self._waiting.append(operation)
+        if self._most is not None:
             self._schedule()
+
+    def end(self) -> bool:
+        """What was added since the last call is a burst; False if that is nothing."""
+        burst, self._waiting = self._waiting, []
+        if not burst:
+            return False
+        if self._open:
+            self._launch(burst)
+        else:
+            self._ended.append(burst)
+        return True
 
     def _schedule(self) -> None:
         may = self._open and self._most is not None and self._under_way < self._most

@@ -37,6 +37,7 @@ from asyncmoe.transports.nixl_memory import Arena
 from asyncmoe.transports.nixl_peer import NixlPeer
 from asyncmoe.transports.nixl_wire import RECORD_BYTES, Place, decode_head, encode_place
 from asyncmoe.transports.shm import geometry_of, whole_option
+from asyncmoe.transports.ucx_config import check_environment
 
 _SPIN_US = 100
 _MOST_SPIN_US = 1_000_000
@@ -60,6 +61,7 @@ class NixlTransport(LinkedTransport):
                 f"transport.options.progress_thread is {self._progress_thread!r}; "
                 "allowed: true or false"
             )
+        check_environment()
         self._spin_s = whole_option(context, "spin_us", _SPIN_US, _MOST_SPIN_US) * 1e-6
         self._geometry = geometry_of(context)
         self._agent_name = f"asyncmoe-{context.rank:08x}-{secrets.token_hex(8)}"
@@ -155,8 +157,12 @@ class NixlTransport(LinkedTransport):
 
     def _make_peer(self, link: Link, generation: int, receiver: Receiver, met: Any) -> Peer:
         assert self._courier is not None
+        assert self._agent is not None
         del self._arenas[link.peer]  # the peer's from now on
-        return NixlPeer(self, link, generation, receiver, self._geometry, self._courier, *met)
+        device = self._agent.source_device
+        return NixlPeer(
+            self, link, generation, receiver, self._geometry, self._courier, device, *met
+        )
 
     def _quarantined(self, peer: Peer, leases: Sequence[Lease]) -> None:
         # A late write may come for ever, but these slots never get another owner: see `Arena`.

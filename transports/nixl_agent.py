@@ -7,25 +7,28 @@ the library pickles is used: descriptors cross the wire as numbers (`nixl_wire.p
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import ipaddress
 import logging
 import os
-from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from asyncmoe.errors import AsyncMoeError, ProtocolError
 from asyncmoe.transports.nixl_memory import Sources, Span
+from asyncmoe.transports.nixl_sending import Batch, Place
 
 _MODULES = ("nixl_cu12", "nixl_cu13", "nixl")  # the last one chooses among the others
 _BACKEND = "UCX"
 _STAGE_BYTES = 64 << 10  # up to which a copy costs less than a registration
 _ALIGNMENT = 64
-_IDLE_SOURCES = 256
+# All memory that a process can have, of a device of its own: the library looks memory up by its
+# neighbour among what is registered of one device, and arenas are of another.
+_EVERYWHERE = Span(4096, (1 << 48) - 8192, "DRAM", 1)
 
 
 def _library() -> ModuleType:
@@ -56,15 +59,6 @@ class NixlError(AsyncMoeError):
     """The library refused or failed; the message is its own."""
 
 
-class Piece(NamedTuple):
-    """`nbytes` bytes of a payload, from `offset` on, and where they go at the peer."""
-
-    payload: torch.Tensor  # contiguous
-    offset: int
-    nbytes: int
-    target: int  # address
-
-
 class Write:
     """One transfer that was begun: its handle, and what its source keeps."""
 
@@ -85,6 +79,7 @@ class Agent:
         """Takes half a second the first time. UCX listens where `bind_host` is."""
         self.name = name
         one_machine = _on_one_machine(bind_host)
+        self.source_device = 0  # that sources in host memory are said to be of
         try:
             config = _NIXL.nixl_agent_config(enable_prog_thread=progress_thread, backends=[])
             self._agent: Any = _NIXL.nixl_agent(name, config)
@@ -93,8 +88,11 @@ class Agent:
             raise NixlError(
                 f"NIXL cannot make an agent with backend {_BACKEND}: {error}"
             ) from error
-        most_idle = _IDLE_SOURCES if one_machine else 0  # here UCX pins nothing
-        self._sources = Sources(self._register, self._deregister, most_idle)
+        self._sources: Sources | None = Sources(self._register, self._deregister)
+        if one_machine:  # UCX pins nothing, so a registration is a record of a range
+            with contextlib.suppress(NixlError):
+                self._register(_EVERYWHERE)
+                self._sources, self.source_device = None, _EVERYWHERE.device
         self._stages: list[torch.Tensor] = []  # that no write reads
         self._stuck: list[Write] = []  # given up, but the library would not let go of them
 
@@ -132,27 +130,21 @@ class Agent:
         except _FAILURES as error:
             raise NixlError(f"NIXL cannot disconnect: {error}") from error
 
-    def write(self, peer: str, pieces: Sequence[Piece], note: bytes) -> Write:
-        """Begin to write all pieces, and `note` behind them, at agent `peer`.
+    def write(self, peer: str, batch: Batch) -> Write:
+        """Begin to write all of `batch`, and its note behind that, at agent `peer`.
 
         May copy everything before it returns, and then is `done`.
         """
         write, agent = Write(), self._agent
+        kind = "VRAM" if batch.payloads[0].is_cuda else "DRAM"
         try:
-            if sum(piece.nbytes + _ALIGNMENT for piece in pieces) <= _STAGE_BYTES:
-                self._stage(write, pieces)
-            else:
-                for piece in pieces:
-                    self._keep(write, piece)
-            kind, device = write.spans[0].kind, write.spans[0].device
-            local = [(span.address, span.nbytes, span.device) for span in write.spans]
-            remote = [(piece.target, piece.nbytes, device) for piece in pieces]
+            local = self._readable(write, batch)
             write.handle = agent.initialize_xfer(
                 "WRITE",
                 agent.get_xfer_descs(local, kind),
-                agent.get_xfer_descs(remote, kind),
+                agent.get_xfer_descs(batch.remote, kind),
                 peer,
-                note,
+                batch.note,
             )
             state = agent.transfer(write.handle)
         except _FAILURES as error:
@@ -219,43 +211,57 @@ class Agent:
         if write.stage is not None:
             self._stages.append(write.stage)
             write.stage = None
-        else:
+        if self._sources is not None:
             for span in write.spans:
                 self._sources.release(span)
         write.spans, write.kept = [], []
         return True
 
-    def _stage(self, write: Write, pieces: Sequence[Piece]) -> None:
+    def _readable(self, write: Write, batch: Batch) -> list[Place]:
+        """Where the library may read what is to be written, for as long as `write` lasts."""
+        if self._sources is None:
+            write.kept = batch.payloads
+            return batch.local
+        if batch.nbytes + len(batch.local) * _ALIGNMENT <= _STAGE_BYTES:
+            return self._stage(write, batch)
+        for payload, (address, nbytes, _) in zip(batch.payloads, batch.local, strict=True):
+            self._keep(write, payload, address - payload.data_ptr(), nbytes)
+        return [(span.address, span.nbytes, span.device) for span in write.spans]
+
+    def _stage(self, write: Write, batch: Batch) -> list[Place]:
         """Copy small pieces to memory that is registered once and for all."""
-        stage = self._stages.pop() if self._stages else self._new_stage(pieces[0].payload.device)
+        device = batch.payloads[0].device
+        stage = self._stages.pop() if self._stages else self._new_stage(device)
         write.stage = stage
-        span, offset = Span.of(stage), 0
-        for payload, begin, nbytes, _ in pieces:
+        span, offset, places = Span.of(stage), 0, []
+        for payload, (address, nbytes, _) in zip(batch.payloads, batch.local, strict=True):
             if payload.is_cpu:
-                ctypes.memmove(span.address + offset, payload.data_ptr() + begin, nbytes)
+                ctypes.memmove(span.address + offset, address, nbytes)
             else:
+                begin = address - payload.data_ptr()
                 source = payload.flatten().view(torch.uint8)[begin : begin + nbytes]
                 stage[offset : offset + nbytes].copy_(source)
-            write.spans.append(Span(span.address + offset, nbytes, span.kind, span.device))
+            places.append((span.address + offset, nbytes, span.device))
             offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         if stage.is_cuda:
             torch.cuda.current_stream(stage.device).synchronize()
+        return places
 
     def _new_stage(self, device: torch.device) -> torch.Tensor:
         stage = torch.empty(_STAGE_BYTES, dtype=torch.uint8, device=device)
         self._register(Span.of(stage))
         return stage
 
-    def _keep(self, write: Write, piece: Piece) -> None:
+    def _keep(self, write: Write, payload: torch.Tensor, begin: int, nbytes: int) -> None:
         """Register a piece's source for as long as the write lasts."""
-        payload, end = piece.payload, piece.offset + piece.nbytes
-        span = Span.of(payload, piece.offset, piece.nbytes)
+        assert self._sources is not None
+        span = Span.of(payload, begin, nbytes)
         write.kept.append(payload)
         if not self._sources.acquire(span):
             # It overlaps a source that is being read, without lying in it: rare, so it is copied.
-            copy = payload.flatten().view(torch.uint8)[piece.offset : end].clone()
+            copy = payload.flatten().view(torch.uint8)[begin : begin + nbytes].clone()
             write.kept.append(copy)
-            span = Span.of(copy, 0, piece.nbytes)
+            span = Span.of(copy, 0, nbytes)
             if not self._sources.acquire(span):
                 raise NixlError(f"{span} overlaps memory that is registered")
         write.spans.append(span)

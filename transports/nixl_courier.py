@@ -19,10 +19,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
 from asyncmoe.errors import ProtocolError
-from asyncmoe.transports.nixl_agent import Agent, NixlError, Piece, Write
+from asyncmoe.transports.nixl_agent import Agent, NixlError, Write
+from asyncmoe.transports.nixl_sending import BATCH_BYTES, Batch
 
-BATCH_BYTES = 1 << 20  # that are written together, and that the loop may copy in a turn
-WRITE_BYTES = 4 << 20  # of a larger parcel in one write
 _BATCH_COST_BYTES = 128 << 10  # what a write takes beside its bytes, as bytes
 _SOON_S = 0.001
 _IDLE_S = 0.1
@@ -30,19 +29,6 @@ _NEVER, _SELDOM, _SOON, _NOW = range(4)
 _SETTLE_S = 0.02  # for which the library is driven on after the last sign of life
 
 T = TypeVar("T")
-
-
-class Batch:
-    """Pieces for one peer that are written together, and what is due behind them."""
-
-    __slots__ = ("frames", "nbytes", "note", "on_done", "pieces")
-
-    def __init__(self, on_done: Callable[[], None]) -> None:
-        self.pieces: list[Piece] = []
-        self.frames: list[bytes] = []  # control frames of the parcels that are then under way
-        self.nbytes = 0
-        self.note = b""
-        self.on_done = on_done
 
 
 class Client(Protocol):
@@ -60,6 +46,9 @@ class Client(Protocol):
 
     def begun(self, batch: Batch) -> None:
         """The library has it: the control frames may go."""
+
+    def written_out(self, batch: Batch) -> None:
+        """Nothing reads its sources any more."""
 
     def on_note(self, note: bytes) -> None:
         """A notification came in. Raises `ProtocolError`."""
@@ -200,7 +189,7 @@ class Courier:
             self._agent.give_up(write)
             client.fail(str(error))
         else:
-            batch.on_done()
+            client.written_out(batch)
         self._active.pop(write, None)
         return True
 
@@ -221,9 +210,9 @@ class Courier:
                 continue
             self._ready.rotate(-1)  # the others are next
             left -= batch.nbytes + _BATCH_COST_BYTES
-            if not batch.pieces:
+            if not batch.nbytes:
                 client.begun(batch)
-                batch.on_done()
+                client.written_out(batch)
             elif batch.nbytes > BATCH_BYTES and client.copies:
                 self._send_away(client, batch)
             else:
@@ -234,7 +223,7 @@ class Courier:
     def _write(self, client: Client, batch: Batch) -> None:
         assert self._agent is not None
         try:
-            write = self._agent.write(client.agent, batch.pieces, batch.note)
+            write = self._agent.write(client.agent, batch)
         except NixlError as error:
             client.fail(str(error))
         else:
@@ -242,7 +231,7 @@ class Courier:
 
     def _send_away(self, client: Client, batch: Batch) -> None:
         assert self._agent is not None
-        future = self._thread.submit(self._agent.write, client.agent, batch.pieces, batch.note)
+        future = self._thread.submit(self._agent.write, client.agent, batch)
         self._away = client, batch, future
         future.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._returned))
 
@@ -277,7 +266,7 @@ class Courier:
         if client.agent in self._clients:
             client.begun(batch)
         if write.done:
-            batch.on_done()
+            client.written_out(batch)
         self.something_happened()
 
     # -- when to look ----------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -28,6 +28,7 @@ _LIBC.mmap.argtypes = (
 _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _FAILED = ctypes.c_void_p(-1).value
 _MAP_NORESERVE = 0x4000  # of linux/mman.h
+_LARGE_PAGE_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ def _reserve(nbytes: int) -> torch.Tensor:
     """Fresh pages, uint8 [nbytes], which are never unmapped; none is used before it is touched."""
     address = _LIBC.mmap(
         None,
-        nbytes,
+        nbytes + _LARGE_PAGE_BYTES,
         mmap.PROT_READ | mmap.PROT_WRITE,
         mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE,
         -1,
@@ -89,30 +90,25 @@ def _reserve(nbytes: int) -> torch.Tensor:
     if address == _FAILED:
         code = ctypes.get_errno()
         raise OSError(code, f"mmap failed with errno {code}")
-    # Large pages where there are any: a write within a machine looks each page up.
+    # Large pages where there are any, from the first slots on, which are used most: a write within
+    # a machine looks each page up.
+    address += -address % _LARGE_PAGE_BYTES
     _LIBC.madvise(address, nbytes, mmap.MADV_HUGEPAGE)
     return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
 
 
 class Sources:
-    """Registrations of the memory that writes read from, each at least as long as a write does.
+    """Registrations of the memory that writes read from, each as long as a write lasts.
 
-    Where a registration pins memory, it ends with its write: one that outlives its memory reads
-    whatever was there, not what has that address later. Elsewhere it is a record of a range, and
-    `most_idle` of them are kept for the next write. Ranges never overlap, since the library looks a
-    source up by its neighbour in a sorted list; a source that lies in one shares its registration.
+    A registration may pin memory, and one that outlives its memory reads whatever was there, not
+    what has that address later. Ranges never overlap, since the library looks a source up by its
+    neighbour in a sorted list; a source that lies in one shares its registration.
     """
 
-    def __init__(
-        self,
-        register: Callable[[Span], Any],
-        deregister: Callable[[Any], None],
-        most_idle: int = 0,
-    ) -> None:
-        self._register, self._deregister, self._most_idle = register, deregister, most_idle
+    def __init__(self, register: Callable[[Span], Any], deregister: Callable[[Any], None]) -> None:
+        self._register, self._deregister = register, deregister
         self._starts: list[_Key] = []  # sorted
         self._ranges: dict[_Key, _Range] = {}
-        self._idle: dict[_Key, None] = {}  # whom no write reads, the longest idle first
 
     def acquire(self, span: Span) -> bool:
         """Register `span` until `release`; False if it overlaps one that is read, without lying in
@@ -123,21 +119,14 @@ class Sources:
             found = self._ranges[self._starts[index - 1]]
             if found.end >= end:
                 found.users += 1
-                self._idle.pop(self._starts[index - 1], None)
                 return True
             if found.end > span.address:
-                index -= 1
-        overlapped = []
-        for other in self._starts[index:]:
-            if other[:2] != key[:2] or other.address >= end:
-                break
-            overlapped.append(other)
-        if any(self._ranges[other].users for other in overlapped):
+                return False
+        behind = self._starts[index : index + 1]
+        if behind and behind[0][:2] == key[:2] and behind[0].address < end:
             return False
-        for other in overlapped:
-            self._forget(other)
         self._ranges[key] = _Range(end, self._register(span))
-        insort(self._starts, key)
+        self._starts.insert(index, key)
         return True
 
     def release(self, span: Span) -> None:
@@ -146,18 +135,12 @@ class Sources:
         key = self._starts[bisect_right(self._starts, key) - 1]
         self._ranges[key].users -= 1
         if not self._ranges[key].users:
-            self._idle[key] = None
-            if len(self._idle) > self._most_idle:
-                self._forget(next(iter(self._idle)))
+            del self._starts[bisect_left(self._starts, key)]
+            self._deregister(self._ranges.pop(key).registered)
 
     def __len__(self) -> int:
         """Ranges that writes read."""
-        return len(self._ranges) - len(self._idle)
-
-    def _forget(self, key: _Key) -> None:
-        del self._starts[bisect_left(self._starts, key)]
-        self._idle.pop(key, None)
-        self._deregister(self._ranges.pop(key).registered)
+        return len(self._ranges)
 
 
 class _Key(NamedTuple):

@@ -98,25 +98,28 @@ class ShmPeer(Peer):
         self._loop = asyncio.get_running_loop()
         self.segment = mine
         lanes = _Lanes(self, mine, theirs, transport.leases)
-        self.sending, self._receiving, self._bell = lanes.sending, lanes.receiving, lanes.bell
+        self.sending, self._bell = lanes.sending, lanes.bell
         self._by_class = [None, *self.sending.values()]  # to hash an enum's member takes long
+        self._receiving = list(lanes.receiving.values())
+        self._told = True  # of all that was published, if the peer sleeps
+        self._more = False  # something to take was left for the next turn
         self._closing, self._peer_closing = mine.closing, theirs.closing
         self._notice = (encode_signal(FrameKind.NOTICE, transport.context.rank),)
-        self._turn: asyncio.Handle | None = None  # goes on with what was too much at once
+        self._turn: asyncio.Handle | None = None  # what is left to do behind this turn of the loop
         self._flushed: asyncio.Future[None] | None = None
 
     # -- sending ---------------------------------------------------------------------------------
 
     def post(self, parcel: Parcel) -> Posted:
-        """See `Transport`."""
+        """See `Transport`. The first of a turn of the loop is copied at once, the others behind it
+        together: a copy leaves little in the caches of what runs between copies."""
         lane = self._by_class[parcel.kind]
         assert lane is not None
-        posted = lane.post(parcel)
-        if self._bell.due():
-            self.link.send(self._notice)
-        if lane.may_advance:
-            self._go_on()
-        return posted
+        if self._turn is not None:
+            return lane.post(parcel, False)
+        self._told = False
+        self._turn = self._loop.call_soon(self._next_turn)
+        return lane.post(parcel, True)
 
     def notify(self) -> None:
         """The peer waits for slots that have come back: tell it."""
@@ -126,16 +129,21 @@ class ShmPeer(Peer):
     def on_notice(self) -> None:
         """See `LinkHandler`: there is something to take, there are slots, or the peer is about to
         close."""
-        self._advance()
+        self._advance([lane for lane in self.sending.values() if lane.waiting])
         self._take()
         self._look_whether_flushed()
 
-    def _advance(self) -> None:
-        published = [lane.advance() for lane in self.sending.values() if lane.waiting]
-        if self.link.error is None and any(published) and self._bell.due():
-            self.link.send(self._notice)
-        if any(lane.may_advance for lane in self.sending.values()):
-            self._go_on()
+    def _advance(self, lanes: Sequence[Sender]) -> None:
+        """Go on with what was too much at once, or has waited for slots, and wake the peer."""
+        for lane in lanes:
+            if lane.advance():
+                self._told = False
+            if lane.may_advance:
+                self._go_on()
+        if not self._told and self.link.error is None:
+            self._told = True
+            if self._bell.due():
+                self.link.send(self._notice)
 
     # -- receiving -------------------------------------------------------------------------------
 
@@ -145,7 +153,7 @@ class ShmPeer(Peer):
 
     def on_leave(self) -> None:
         """See `LinkHandler`: all that was published is there."""
-        for lane in self._receiving.values():
+        for lane in self._receiving:
             while lane.take(_PARCELS_PER_TURN):
                 pass
 
@@ -158,16 +166,19 @@ class ShmPeer(Peer):
 
     def _take(self) -> None:
         """Hand over what is there, within bounds, and ask to be woken if that was all."""
-        lanes = self._receiving.values()
+        if not self._receiving:
+            return  # it is over
+        dispatch, combine = self._receiving
         while True:
-            more = [lane.take(_PARCELS_PER_TURN) for lane in lanes]
-            if any(more):
+            self._more = dispatch.take(_PARCELS_PER_TURN)
+            self._more |= combine.take(_PARCELS_PER_TURN)
+            if self._more:
                 self._go_on()
                 return
             if self.link.error is not None:
                 return
             self._bell.sleep()
-            if not any(lane.pending for lane in lanes):
+            if not (dispatch.pending or combine.pending):
                 return
 
     def _go_on(self) -> None:
@@ -176,10 +187,12 @@ class ShmPeer(Peer):
 
     def _next_turn(self) -> None:
         self._turn = None
-        if self.link.error is None:
-            self._advance()
+        if self.link.error is not None:
+            return
+        self._advance([lane for lane in self.sending.values() if lane.may_advance])
+        if self._more:
             self.take()
-            self._look_whether_flushed()
+        self._look_whether_flushed()
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -187,11 +200,11 @@ class ShmPeer(Peer):
         """See `Peer`. The mappings last as long as arrivals that are held."""
         for sender in self.sending.values():
             sender.clear()
-        for receiver in self._receiving.values():
+        for receiver in self._receiving:
             receiver.stop()
         super().give_up(error)
         if self.sending:
-            self.sending, self._receiving, self._by_class = {}, {}, []
+            self.sending, self._receiving, self._by_class = {}, [], []
             del self.segment, self._bell
         self._closing = self._peer_closing = memoryview(b"\1")
         self._look_whether_flushed()

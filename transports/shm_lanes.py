@@ -14,11 +14,11 @@ there is a fence, and so there is between a word that is read and what it speaks
 aligned u32, and never seen in halves.
 
 Nobody spins. A receiver that finds nothing more counts `sleeps` up and looks once more; a sender
-looks at `sleeps` behind what it publishes, and answers each new count with one notice on the socket
-(`Bell`). A sender that finds no slots counts `waiting` up, and looks once more; a receiver that
-gives slots back looks at `waiting` behind them, and answers likewise. Each side has a fence between
-its write and its look, so at least one of them sees the other's: no wake-up is lost, and none is
-sent while nobody waits.
+looks at `sleeps` behind what it publishes, once for all of a turn of its loop, and answers each new
+count with one notice on the socket (`Bell`). A sender that finds no slots counts `waiting` up, and
+looks once more; a receiver that gives slots back looks at `waiting` behind them, and answers
+likewise. Each side has a fence between its write and its look, so at least one of them sees the
+other's: no wake-up is lost, and none is sent while nobody waits.
 
 Where there are compiled parts and the two phases are compiled, so are these lanes
 (`native/src/columns/shm_*.cpp`); they are used like the ones here.
@@ -119,13 +119,14 @@ class Sender:
         """By slot: how often it was taken."""
         return self.slots.generations
 
-    def post(self, parcel: Parcel) -> Posted:
-        """See `Transport`. Small ones are in their slots when this returns, if there are some."""
+    def post(self, parcel: Parcel, at_once: bool) -> Posted:
+        """See `Transport`. A small one `at_once` is in its slots when this returns, if there are
+        some; for others `advance` is due."""
         frame, posted = self._outbound.parcel(parcel)
         payload = payload_memory(parcel.payload)
         count = self._mine.geometry.count(max(len(payload), len(frame) - PRELUDE_BYTES))
         self._queue.append(_Outgoing(frame, posted, payload, count))
-        if len(self._queue) == 1:
+        if at_once and len(self._queue) == 1:
             self.advance()
         return posted
 

@@ -67,7 +67,10 @@ class UcxTransport(MatchedTransport):
             try:
                 self._worker = Worker(config)
             except UcxError as error:
-                raise ConfigError(f"UCX does not start with {config}: {error}") from error
+                raise ConfigError(
+                    f"UCX does not start with {config}: {error}; TLS is transport.options.tls, and "
+                    "those that this machine has are named by ucx_info -d"
+                ) from error
         try:
             await super().start(receiver)
         except BaseException:

@@ -9,6 +9,7 @@ import socket
 import struct
 from collections.abc import Iterator
 from contextlib import suppress
+from fnmatch import fnmatch
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ _RNDV_THRESH = "8192"
 _TLS = {"cpu": "tcp,self", "cuda": "tcp,self,cuda_copy,cuda_ipc"}
 _SIOCGIFADDR = 0x8915  # the first IPv4 address of a network device, see netdevice(7)
 _IF_INET6 = Path("/proc/net/if_inet6")
+_RDMA = Path("/sys/class/infiniband")
+_DEVICES_VARIABLE = "UCX_NET_DEVICES"
 
 
 async def config_of(context: TransportContext) -> dict[str, str]:
@@ -48,10 +51,38 @@ async def config_of(context: TransportContext) -> dict[str, str]:
     if tls is not None:
         config["TLS"] = tls
     if devices is not None:
+        _check_devices("transport.options.net_devices", devices)
         config["NET_DEVICES"] = devices
-    elif "UCX_NET_DEVICES" not in os.environ and context.bind_host not in WILDCARDS:
+    elif _DEVICES_VARIABLE not in os.environ and context.bind_host not in WILDCARDS:
         config["NET_DEVICES"] = await _device_of(context.bind_host)
+    else:
+        check_environment()
     return config
+
+
+def check_environment() -> None:
+    """Raise `ConfigError` if UCX's variable for its network devices names one that is not here."""
+    devices = os.environ.get(_DEVICES_VARIABLE)
+    if devices is not None:
+        _check_devices(_DEVICES_VARIABLE, devices)
+
+
+def _check_devices(setting: str, devices: str) -> None:
+    """UCX would only warn, and later reach nobody."""
+    known = _network_devices()
+    for pattern in devices.removeprefix("^").split(","):
+        if pattern != "all" and not any(fnmatch(name, pattern) for name in known):
+            raise ConfigError(
+                f"{setting} is {devices!r}, and this machine has no network device {pattern!r}; "
+                f"allowed: all, {', '.join(known)}"
+            )
+
+
+def _network_devices() -> list[str]:
+    """As UCX takes them: interfaces, and RDMA devices with and without a port."""
+    ports = [f"{port.parts[-3]}:{port.name}" for port in _RDMA.glob("*/ports/*")]
+    rdma = [device.name for device in _RDMA.glob("*")]
+    return sorted([*(name for _, name in socket.if_nameindex()), *rdma, *ports])
 
 
 def _text(options: dict[str, Any], name: str) -> str | None:

@@ -1,8 +1,8 @@
 """One rank of a benchmark, as a process: `python -m asyncmoe.netbench.rank PLAN FOLDER RANK`.
 
 A sender keeps `depth` parcels in flight, packed as the engine posts them; the receiver acknowledges
-what arrived in one turn of its loop with one short message, on which the sender posts as many. What
-a rank measured is left in the folder as `report-RANK.json`.
+each quarter of a depth with one short message, on which the sender posts as many. What a rank
+measured is left in the folder as `report-RANK.json`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +40,7 @@ _RAW_S = 60.0
 _ROWS, _TOP_K = 32, 4
 _ACK, _BARRIER = b"A", b"B"
 _SETTLE_S = 0.3  # before a rank counts as idle
+_GROUPS = 4  # that are in flight, at the least, where the depth allows it
 _FEWEST = 8  # parcels of a round, or twice the depth
 _MOST_RAW = 200_000  # transfers of a raw stack in one round
 
@@ -52,44 +52,53 @@ class Flow:
         self, transport: Transport, target: int, parcel: Parcel, depth: int, seconds: float
     ) -> None:
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.target, self._transport, self._parcel = target, transport, parcel
-        self._depth, self._fewest, self._seconds = depth, max(_FEWEST, 2 * depth), seconds
-        self._posted_s: deque[float] = deque()  # of those in flight
-        self._took_s: list[float] = []
-        self._sent = 0
-        self._begin_s = self._now_s = 0.0
+        self.target, self._parcel = target, parcel
+        self._post_to, self._depth, self._seconds = transport.post, depth, seconds
+        self._group = group_of(depth)
+        self._left = -(-max(_FEWEST, 2 * depth) // self._group)  # groups to be sent at the least
+        self._posted_s: list[float] = []  # in the order posted
+        self._acknowledged_s: list[float] = []  # of each group, likewise
+        self._begin_s = 0.0
 
     def begin(self) -> None:
         """Post the first."""
-        self._begin_s = self._now_s = time.perf_counter()
-        self._post()
+        self._begin_s = time.perf_counter()
+        for _ in range(self._depth // self._group):
+            self._post()
 
-    def acknowledged(self, count: int) -> None:
-        """Some have arrived: post as many, or end."""
-        self._now_s = now_s = time.perf_counter()
-        popped = self._posted_s.popleft
-        self._took_s += [now_s - popped() for _ in range(count)]
-        self._post()
-        if not self._posted_s and not self.over.done():
+    def acknowledged(self) -> None:
+        """A group has arrived: post another, or end."""
+        now_s = time.perf_counter()
+        self._acknowledged_s.append(now_s)
+        if self._left > 0 or now_s < self._begin_s + self._seconds:
+            self._post()
+        elif len(self._acknowledged_s) * self._group == len(self._posted_s):
             self.over.set_result(None)
 
     def _post(self) -> None:
-        end_s = self._begin_s + self._seconds
-        post, posted_s = self._transport.post, self._posted_s
-        while len(posted_s) < self._depth and (self._sent < self._fewest or self._now_s < end_s):
-            posted_s.append(self._now_s)
-            post(self.target, self._parcel)
-            self._sent += 1
-            self._now_s = time.perf_counter()
+        """One group."""
+        self._left -= 1
+        post, target, parcel = self._post_to, self.target, self._parcel
+        posted, now = self._posted_s.append, time.perf_counter
+        for _ in range(self._group):
+            posted(now())
+            post(target, parcel)
 
     def report(self) -> dict[str, Any]:
         """How much in which time, and how long each took to be acknowledged."""
+        took_s = np.repeat(self._acknowledged_s, self._group) - self._posted_s
         return {
-            "count": self._sent,
-            "seconds": self._now_s - self._begin_s,
-            "p50_us": float(np.percentile(self._took_s, 50)) * 1e6,
-            "p99_us": float(np.percentile(self._took_s, 99)) * 1e6,
+            "count": len(took_s),
+            "seconds": self._acknowledged_s[-1] - self._begin_s,
+            "p50_us": float(np.percentile(took_s, 50)) * 1e6,
+            "p99_us": float(np.percentile(took_s, 99)) * 1e6,
         }
+
+
+def group_of(depth: int) -> int:
+    """How many parcels are acknowledged together: up to a quarter of what is in flight, so that
+    sender and receiver work at the same time."""
+    return next(size for size in range(max(1, depth // _GROUPS), 0, -1) if depth % size == 0)
 
 
 class Station(Receiver):
@@ -98,25 +107,27 @@ class Station(Receiver):
     def __init__(self, ranks: int) -> None:
         self.transport: Transport | None = None
         self.flow: Flow | None = None  # what this rank sends
+        self.group = 1  # parcels of a source that are acknowledged together
         self.barriers = [0] * ranks  # by who came to them
         self.lost: dict[int, Exception] = {}
-        self._taken = [0] * ranks  # in this turn of the loop, by source
-        self._loop = asyncio.get_running_loop()
+        self._taken = [0] * ranks  # and not acknowledged, by source
         self._changed = asyncio.Event()
 
     def on_parcel(self, arrival: Arrival) -> None:
         """See `Receiver`."""
         arrival.release()
         source = arrival.source
-        if not self._taken[source]:
-            self._loop.call_soon(self._acknowledge, source)
         self._taken[source] += 1
+        if self._taken[source] == self.group:
+            self._taken[source] = 0
+            assert self.transport is not None
+            self.transport.send(source, _ACK)
 
     def on_message(self, source: int, message: bytes) -> None:
         """See `Receiver`."""
-        if message[:1] == _ACK:
+        if message == _ACK:
             assert self.flow is not None
-            self.flow.acknowledged(int.from_bytes(message[1:], "little"))
+            self.flow.acknowledged()
         else:
             self.barriers[source] += 1
             self._changed.set()
@@ -136,11 +147,6 @@ class Station(Receiver):
                 raise self.lost[peer]
         self._changed.clear()
         await self._changed.wait()
-
-    def _acknowledge(self, source: int) -> None:
-        count, self._taken[source] = self._taken[source], 0
-        assert self.transport is not None
-        self.transport.send(source, _ACK + count.to_bytes(4, "little"))
 
 
 class Bench:
@@ -202,6 +208,8 @@ class Bench:
         """All rounds of a case."""
         target = next((to for source, to in case.flows if source == self._rank), None)
         parcel = None if target is None else _parcel(case.size, self._device)
+        self._station.group = group_of(case.depth)
+        await self._barrier()
         if parcel is not None and target is not None:
             await self._send(target, parcel, case.depth, 0.0)
         rounds = []

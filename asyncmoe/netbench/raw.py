@@ -220,7 +220,11 @@ class Ucxx(Raw):
 
 
 class Nixl(Raw):
-    """A NIXL agent without a progress thread: writes with notifications, polled without pause."""
+    """A NIXL agent without a progress thread: writes with notifications, polled without pause.
+
+    A slot is written again once rank 1 has said, by a notification, that it has seen it: one for
+    all that it finds at once.
+    """
 
     async def _open(self) -> None:
         from asyncmoe.transports.nixl_agent import _NIXL
@@ -256,25 +260,28 @@ class Nixl(Raw):
                 handle.release()
             agent.send_notif(peer, b"over")
         else:
-            self._await_notes(peer, b"w", count)
-            agent.send_notif(peer, b"end")
-            self._await_notes(peer, b"over", 1)
+            self._acknowledge(peer, count)
+            self._until_notes(peer, b"over")
         agent.deregister_memory(registered)
         agent.remove_remote_agent(peer)
         return took_s
 
     def _write(self, handles: list[Any], peer: str, count: int) -> float:
-        agent, busy = self._agent, deque[Any]()
+        agent, acknowledged, busy = self._agent, 0, set[Any]()
         begin_s = time.perf_counter()
         for number in range(count):
+            while number - acknowledged >= len(handles):
+                acknowledged += sum(map(int, self._until_notes(peer)))
             handle = handles[number % len(handles)]
-            if len(busy) == len(handles):
-                self._finish(busy.popleft())
+            if handle in busy:
+                busy.remove(handle)
+                self._finish(handle)
             if agent.transfer(handle) != "DONE":
-                busy.append(handle)
-        while busy:
-            self._finish(busy.popleft())
-        self._await_notes(peer, b"end", 1)
+                busy.add(handle)
+        while acknowledged < count:
+            acknowledged += sum(map(int, self._until_notes(peer)))
+        for handle in busy:
+            self._finish(handle)
         return time.perf_counter() - begin_s
 
     def _finish(self, handle: Any) -> None:
@@ -282,11 +289,20 @@ class Nixl(Raw):
             if state == "ERR":
                 raise OSError("a NIXL write failed")
 
-    def _await_notes(self, peer: str, note: bytes, count: int) -> None:
+    def _acknowledge(self, peer: str, count: int) -> None:
+        while count > 0:
+            seen = len(self._until_notes(peer))
+            self._agent.send_notif(peer, b"%d" % seen)
+            count -= seen
+
+    def _until_notes(self, peer: str, note: bytes = b"") -> list[bytes]:
+        """The next notifications, which may have to be one in particular."""
         deadline_s = time.monotonic() + self._timeout_s
-        while count > 0 and time.monotonic() < deadline_s:
-            notes = self._agent.get_new_notifs()
-            count -= sum(each == note for each in notes.get(peer, []))
+        while time.monotonic() < deadline_s:
+            notes: list[bytes] = self._agent.get_new_notifs().get(peer, [])
+            if notes and (not note or note in notes):
+                return notes
+        raise TimeoutError("no notification of a NIXL peer")
 
     async def close(self) -> None:
         """See `Raw`."""

@@ -7,6 +7,8 @@
 #include "inbound.h"
 #include "lease.h"
 #include "memory.h"
+#include "nixl_receiving.h"
+#include "nixl_sending.h"
 #include "outbound.h"
 #include "payload.h"
 #include "policy.h"
@@ -41,6 +43,8 @@ PYBIND11_MODULE(_columns, m) {
     bind_outbound(m);
     bind_reader(m);
     bind_writer(m);
+    bind_nixl_sending(m);
+    bind_nixl_receiving(m);
     bind_shm_sender(m);
     bind_shm_receiver(m);
 }

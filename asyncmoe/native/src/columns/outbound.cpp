@@ -20,7 +20,6 @@ struct Attributes {
     PyObject* const is_cpu = PyUnicode_InternFromString("is_cpu");
     PyObject* const is_contiguous = PyUnicode_InternFromString("is_contiguous");
     PyObject* const data_ptr = PyUnicode_InternFromString("data_ptr");
-    PyObject* const complete = PyUnicode_InternFromString("complete");
     PyObject* const source_free = PyUnicode_InternFromString("source_free");
     PyObject* const error = PyUnicode_InternFromString("error");
     PyObject* const callback = PyUnicode_InternFromString("_callback");
@@ -40,10 +39,17 @@ py::object invoke(py::handle object, PyObject* method) {
     return py::reinterpret_steal<py::object>(result);
 }
 
-// An attribute that is a whole number; false if it is none that fits.
+// An attribute for which `__getattr__` is not to be asked, nor looked for.
+py::object slot(py::handle object, PyObject* name) {
+    PyObject* value = PyObject_GenericGetAttr(object.ptr(), name);
+    if (value == nullptr) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(value);
+}
+
+// Such an attribute that is a whole number; false if it is none that fits.
 template <typename T>
 bool whole(py::handle object, PyObject* name, T* value) {
-    const py::object found = get(object, name);
+    const py::object found = slot(object, name);
     const long long number = PyLong_AsLongLong(found.ptr());
     if (number == -1 && PyErr_Occurred()) {
         PyErr_Clear();
@@ -84,6 +90,26 @@ bool describe(const py::object& tensor, Prelude* head, Payload* payload) {
     return true;
 }
 
+py::object new_posted(PyObject* source_free) {
+    const Attributes& names_of = attributes();
+    py::object posted = blank(names().posted);
+    set(posted, names_of.source_free, source_free);
+    set(posted, names_of.error, Py_None);
+    set(posted, names_of.callback, Py_None);
+    return posted;
+}
+
+// As `Posted.complete` without an error.
+void complete(const py::object& posted) {
+    const Attributes& names_of = attributes();
+    if (get(posted, names_of.source_free).ptr() == Py_True) return;
+    set(posted, names_of.source_free, Py_True);
+    const py::object callback = get(posted, names_of.callback);
+    if (callback.is_none()) return;
+    call(callback, posted);
+    set(posted, names_of.callback, Py_None);
+}
+
 }  // namespace
 
 Outbound::Frame Outbound::frame(py::handle parcel) const {
@@ -102,8 +128,8 @@ Outbound::Frame Outbound::frame(py::handle parcel) const {
                        whole(packed, names_of.count, &head.rows) &&
                        whole(packed, names_of.pairs, &head.pairs) &&
                        whole(packed, names_of.credits, &head.credits) &&
-                       describe(get(packed, names_of.payload), &head, &frame.payload);
-    frame.columns = get(packed, names_of.block);
+                       describe(slot(packed, names_of.payload), &head, &frame.payload);
+    frame.columns = slot(packed, names_of.block);
     const py::ssize_t size = PyObject_Size(frame.columns.ptr());
     head.column_bytes = static_cast<uint32_t>(size);
     if (!plain || size != static_cast<py::ssize_t>(head.column_bytes) ||
@@ -117,14 +143,15 @@ Outbound::Frame Outbound::frame(py::handle parcel) const {
 }
 
 py::object Outbound::number(Frame* frame) {
-    const Attributes& names_of = attributes();
     frame->head.sequence = sequence_[frame->head.parcel_class]++;
-    py::object posted = blank(names().posted);
-    set(posted, names_of.source_free, Py_False);
-    set(posted, names_of.error, Py_None);
-    set(posted, names_of.callback, Py_None);
+    py::object posted = new_posted(Py_False);
     if (PyDict_SetItem(unsent_.ptr(), posted.ptr(), Py_None) != 0) throw py::error_already_set();
     return posted;
+}
+
+py::object Outbound::number_free(Frame* frame) {
+    frame->head.sequence = sequence_[frame->head.parcel_class]++;
+    return new_posted(Py_True);
 }
 
 py::bytes Outbound::message(uint64_t length) {
@@ -147,7 +174,7 @@ py::bytes Outbound::message(uint64_t length) {
 
 void Outbound::sent(const py::object& posted) {
     if (PyDict_DelItem(unsent_.ptr(), posted.ptr()) != 0) PyErr_Clear();
-    invoke(posted, attributes().complete);
+    complete(posted);
 }
 
 void Outbound::fail(py::object error) {

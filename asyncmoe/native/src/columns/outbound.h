@@ -26,8 +26,10 @@ class Outbound {
     };
     Frame frame(py::handle parcel) const;
 
-    // The next parcel of that frame's class is this one: its source side.
+    // The next parcel of that frame's class is this one: its source side, to be `sent`, or one that
+    // is free already.
     py::object number(Frame* frame);
+    py::object number_free(Frame* frame);
 
     py::bytes message(uint64_t length);
     void sent(const py::object& posted);

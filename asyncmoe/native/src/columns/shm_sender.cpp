@@ -12,7 +12,7 @@ constexpr size_t kLookBack = 16;  // slots taken first are the likeliest to be b
 
 }  // namespace
 
-py::object ShmSender::post(py::handle parcel) {
+py::object ShmSender::post(py::handle parcel, bool at_once) {
     Outgoing outgoing{outbound_->frame(parcel), {}, 0, -1, 0};
     const Payload& payload = outgoing.frame.payload;
     if (payload.data == nullptr && payload.size != 0) {
@@ -20,17 +20,18 @@ py::object ShmSender::post(py::handle parcel) {
     }
     outgoing.count = std::max(mine_->count(payload.size),
                               mine_->count(outgoing.frame.head.column_bytes));
-    py::object posted = outgoing.posted = outbound_->number(&outgoing.frame);
-    const int64_t first = queue_.empty() ? find(outgoing.count) : -1;
+    const int64_t first = at_once && queue_.empty() ? find(outgoing.count) : -1;
     if (first >= 0 && payload.size <= kCopyBytesPerTurn) {  // as most do
+        py::object posted = outbound_->number_free(&outgoing.frame);
         take(&outgoing, first);
         copy(&outgoing, payload.size);
         publish(outgoing);
         return posted;
     }
+    py::object posted = outgoing.posted = outbound_->number(&outgoing.frame);
     if (first >= 0) take(&outgoing, first);
     queue_.push_back(std::move(outgoing));
-    if (queue_.size() == 1) advance();
+    if (at_once && queue_.size() == 1) advance();
     return posted;
 }
 
@@ -124,7 +125,7 @@ void ShmSender::publish(const Outgoing& outgoing) {
     std::memcpy(mine_->columns(kind_, outgoing.first), columns.data(), columns.size());
     write_prelude(outgoing.frame.head, mine_->entry(kind_, published_));
     store(mine_->published(kind_), ++published_);
-    outbound_->sent(outgoing.posted);
+    if (outgoing.posted) outbound_->sent(outgoing.posted);
 }
 
 void bind_shm_sender(py::module_& m) {

@@ -24,7 +24,7 @@ class ShmSender {
           generation_(mine_->slots, 0) {}
 
     // See the twin.
-    py::object post(py::handle parcel);
+    py::object post(py::handle parcel, bool at_once);
     bool advance();
     void clear() { queue_.clear(); }
     size_t waiting() const { return queue_.size(); }
@@ -34,7 +34,7 @@ class ShmSender {
   private:
     struct Outgoing {
         Outbound::Frame frame;
-        py::object posted;
+        py::object posted;  // null: free already
         int64_t count;  // slots that it takes
         int64_t first;  // of them; -1: not found
         uint64_t done;  // bytes of the payload that are there

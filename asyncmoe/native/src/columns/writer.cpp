@@ -89,7 +89,9 @@ bool Writer::write(int most) {
         for (int call = 0; call < most && !idle(); ++call) {
             const py::ssize_t count = give();
             if (count < 0) return false;
+            const bool full = count < static_cast<py::ssize_t>(offered_);
             taken(static_cast<size_t>(count));
+            if (full && !idle()) return false;  // to ask again would only be refused
         }
     } catch (py::error_already_set& error) {
         if (!error.matches(PyExc_OSError)) throw;
@@ -110,6 +112,7 @@ py::ssize_t Writer::give() {
         from[count++] = {const_cast<uint8_t*>(piece->data), piece->size};
         bytes += piece->size;
     }
+    offered_ = bytes;
     msghdr message{};
     message.msg_iov = from;
     message.msg_iovlen = count;

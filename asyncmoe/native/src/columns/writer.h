@@ -49,6 +49,7 @@ class Writer {
     std::deque<Piece> pieces_;
     std::deque<Mark> marks_;
     uint64_t queued_ = 0, sent_ = 0;  // bytes, ever
+    size_t offered_ = 0;              // to the kernel, the last time
 };
 
 void bind_writer(py::module_& m);
