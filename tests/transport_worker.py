@@ -188,6 +188,7 @@ async def kill(transport: Any, rank: int, world: int, folder: Path) -> dict[str,
     """Ranks 0 and 1 are healthy; each other rank dies at its own step. Then those two go on."""
     reader = Mortal(STEPS[rank - 2] if rank > 1 else "", folder, rank)
     await transport.start(reader)
+    await all_started(rank, world, folder)
     reader.at("connected")
     posted = []
     for peer in range(world) if rank < 2 else (0, 1):
@@ -216,6 +217,15 @@ async def kill(transport: Any, rank: int, world: int, folder: Path) -> dict[str,
         "late_s": late_s,
         "arrived": len(reader.seen[peer, ParcelClass.DISPATCH]),
     }
+
+
+async def all_started(rank: int, world: int, folder: Path) -> None:
+    """Wait for the others: one who dies before that ends their start, which is as promised."""
+    notes = [folder / f"up-{other}" for other in range(world)]
+    notes[rank].touch()
+    async with asyncio.timeout(40):
+        while not all(note.exists() for note in notes):  # noqa: ASYNC110 - no event tells of it
+            await asyncio.sleep(0.01)
 
 
 async def die(transport: Any, reader: Mortal) -> None:
