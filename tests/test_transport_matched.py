@@ -226,7 +226,8 @@ async def test_a_side_that_introduces_itself_with_nonsense_ends_the_start(
         *(cluster.ranks[r].start(cluster.receivers[r]) for r in (0, 1)), return_exceptions=True
     )
     assert isinstance(outcome[0], RankFailed)
-    assert "no gloo connection" in str(outcome[0])
+    # Of the two, who notices first says so; the other may see but the end of the link.
+    assert any("no gloo connection" in str(one) for one in outcome)
     if outcome[1] is None:  # it had come further
         await cluster.receivers[1].until(lambda: cluster.receivers[1].lost)
     await cluster.close()
