@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +20,7 @@ from asyncmoe.executor import Executor
 from asyncmoe.home import Home
 from asyncmoe.kvcache import BlockPool, cache_tensors
 from asyncmoe.metrics.probe import Probe
-from asyncmoe.microqueue import Queues
+from asyncmoe.microqueue import Queues, make_queues
 from asyncmoe.model import Cache
 from asyncmoe.peers import RankPeers
 from asyncmoe.placement import Role
@@ -74,7 +76,7 @@ def assemble(rank: Rank, blocks: int, deadline: Deadline) -> Parts:
             f"engine.combine is per_expert, but the exchange of {config.scheduler.name} gives one "
             "partial sum per rank with experts; allowed is per_rank"
         )
-    queues = Queues(chain)
+    queues = make_queues(chain)
     limits = _limits(rank)
     transport = _make_transport(rank, limits, deadline)
     dispatcher = Dispatcher(
@@ -120,7 +122,9 @@ def assemble(rank: Rank, blocks: int, deadline: Deadline) -> Parts:
     peers = RankPeers(rank.rank, placement, dispatcher, receptor, home, transport.send)
     scheduler = make_scheduler(config.scheduler, SchedulerContext(chain, 1.0, peers))
     policy = BatchPolicy(config.batch, chain)
-    probe = _make_probe(config.metrics, queues, dispatcher, home)
+    # In the virtual world the CPU time of this machine is nobody's.
+    clock = None if rank.device.virtual else time.thread_time
+    probe = _make_probe(config.metrics, queues, dispatcher, home, clock)
     watched = stages if probe is None else probe.watched(stages)
     depth = config.device.depth
     executor = Executor(queues, scheduler, policy, rank.device, watched, rank.times, depth)
@@ -131,17 +135,22 @@ def assemble(rank: Rank, blocks: int, deadline: Deadline) -> Parts:
 
 
 def _make_probe(
-    config: MetricsConfig, queues: Queues, dispatcher: Dispatcher, home: Home | None
+    config: MetricsConfig,
+    queues: Queues,
+    dispatcher: Dispatcher,
+    home: Home | None,
+    clock: Callable[[], float] | None,
 ) -> Probe | None:
     """Not yet started."""
 
     def gauges() -> list[float]:
         own = [0, 0, 0, 0] if home is None else home.occupancy()
-        return [*own, dispatcher.waiting_rows, dispatcher.outstanding_rows]
+        boxes = dispatcher.outboxes
+        return [*own, boxes.waiting_rows, boxes.outstanding_rows]
 
     if config.probe_period_s is None:
         return None
-    return Probe(queues, gauges, config.probe_period_s)
+    return Probe(queues, gauges, config.probe_period_s, clock)
 
 
 def _limits(rank: Rank) -> Limits:

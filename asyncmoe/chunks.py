@@ -28,9 +28,9 @@ class ChunkTable:
         self.first_slot = np.zeros(capacity, np.int64)
         self.samples = np.zeros(capacity, np.bool_)  # its last row gets a token at H
         self.slots: list[NDArray[np.int64]] = [np.empty(0, np.int64)] * capacity
-        self._earlier = np.full(capacity, NONE, np.int64)
+        self.earlier = np.full(capacity, NONE, np.int64)  # chunk of the same request
         self._later = np.full(capacity, NONE, np.int64)
-        self._parked = np.zeros(capacity, np.bool_)  # complete, but the earlier chunk is not past
+        self.parked = np.zeros(capacity, np.bool_)  # complete, but the earlier chunk is not past
         self._scratch = np.empty(capacity, np.int64)
         self._free = list(range(capacity - 1, -1, -1))
 
@@ -51,9 +51,9 @@ class ChunkTable:
         self.first_slot[chunk] = slots[0]
         self.samples[chunk] = samples
         self.slots[chunk] = slots
-        self._earlier[chunk] = earlier
+        self.earlier[chunk] = earlier
         self._later[chunk] = NONE
-        self._parked[chunk] = False
+        self.parked[chunk] = False
         if earlier != NONE:
             self._later[earlier] = chunk
         return chunk
@@ -62,8 +62,8 @@ class ChunkTable:
         """Forget chunks; return the later chunks that may now enter their stage."""
         later = self._later[chunks]
         later = later[later != NONE]
-        self._earlier[later] = NONE
-        earlier = self._earlier[chunks]
+        self.earlier[later] = NONE
+        earlier = self.earlier[chunks]
         self._later[earlier[earlier != NONE]] = NONE
         self.request[chunks] = NONE
         for chunk in chunks.tolist():
@@ -81,7 +81,7 @@ class ChunkTable:
         """One row of each given chunk has all its parts; return the chunks that may go on."""
         if native.columns is not None:
             ready: NDArray[np.int64] = native.columns.complete(
-                chunk_of_row, self.missing, self._earlier, self.stage, self._parked
+                chunk_of_row, self.missing, self.earlier, self.stage, self.parked
             )
             return ready
         np.subtract.at(self.missing, chunk_of_row, 1)
@@ -90,17 +90,17 @@ class ChunkTable:
 
     def may_enter(self, chunks: NDArray[np.int64]) -> NDArray[np.int64]:
         """Those of the complete `chunks` that may enter their stage; the others are parked."""
-        earlier = self._earlier[chunks]
+        earlier = self.earlier[chunks]
         blocked = (earlier != NONE) & (self.stage[earlier] <= self.stage[chunks])
         if not blocked.any():
             return chunks
-        self._parked[chunks[blocked]] = True
+        self.parked[chunks[blocked]] = True
         free: NDArray[np.int64] = chunks[~blocked]
         return free
 
     def alone(self, chunks: NDArray[np.int64]) -> bool:
         """Whether no request of `chunks` has another chunk in the layers."""
-        return bool(((self._earlier[chunks] == NONE) & (self._later[chunks] == NONE)).all())
+        return bool(((self.earlier[chunks] == NONE) & (self._later[chunks] == NONE)).all())
 
     def leave(
         self, chunks: NDArray[np.int64], stage: int, missing: NDArray[np.int64]
@@ -136,8 +136,8 @@ class ChunkTable:
         return groups
 
     def _unpark(self, chunks: NDArray[np.int64]) -> NDArray[np.int64]:
-        waiting: NDArray[np.int64] = chunks[self._parked[chunks]]
+        waiting: NDArray[np.int64] = chunks[self.parked[chunks]]
         if not len(waiting):
             return waiting
-        self._parked[waiting] = False
+        self.parked[waiting] = False
         return self.may_enter(waiting)

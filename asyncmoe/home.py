@@ -15,12 +15,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncmoe import native
 from asyncmoe.chunks import NONE, ChunkTable
 from asyncmoe.config import EngineConfig
 from asyncmoe.errors import ConfigError, RequestError
 from asyncmoe.kvcache import BlockPool
 from asyncmoe.messages import Admit, Ended, Message, TokensOut
-from asyncmoe.microqueue import Queues
+from asyncmoe.microqueue import Queues, are_plain
 from asyncmoe.request import Request, checked_request
 from asyncmoe.sampler import BAD_LOGITS, Sampled
 from asyncmoe.samplingtable import GO_ON, STOP, SamplingTable
@@ -63,10 +64,6 @@ _TOKENS_PER_MESSAGE = 512  # with 20 logprobs each they stay below the least mes
 _MOST_CHUNKS = 4  # of one request in the layers, so that a long prompt leaves slots to others
 
 
-def _nothing() -> None:
-    pass
-
-
 class Home:
     """The requests of one home rank, from admission to their last token."""
 
@@ -96,6 +93,11 @@ class Home:
         self._config, self._context, self._vocab = config, context, vocab
         self._chain, self._queues, self._prune = chain, queues, prune
         self._host = host
+        self.homecoming: Any = None  # `take_in`, compiled
+        if native.columns is not None and not are_plain(queues):
+            self.homecoming = native.columns.Homecoming(
+                table, self.chunks, queues, host.now_s, self.see_to_arrivals
+            )
         self._seen_arrival: object = None  # the oldest that was not copied when a stage last ended
         self._asked = False  # whether `_settle_if_idle` is to come
         self._waiting: deque[Request] = deque()
@@ -288,13 +290,16 @@ class Home:
         self.table.release(self.chunks.slots[chunk])
         self._enqueue(self.chunks.close(np.array([chunk])))
 
-    def take_in(self, parcel: Parcel, release: Callable[[], None] = _nothing) -> None:
+    def take_in(self, parcel: Parcel, release: Callable[[], None] | None = None) -> None:
         """Combine rows arrived. `release` is called once their memory is read no more."""
+        if self.homecoming is not None:
+            self.homecoming.take_in(parcel, release)
+            return
         done = self.table.arrive(parcel, release)
         if len(done):
             self._enqueue(self.chunks.complete(self.table.chunk[done]))
-        if release is not _nothing:
-            self._see_to_arrivals()
+        if release is not None:
+            self.see_to_arrivals()
 
     def let_go(self) -> None:
         """A stage has ended: release the memory of the rows that it has copied.
@@ -311,9 +316,10 @@ class Home:
         if oldest is not None and oldest is self._seen_arrival:
             self._settle()
         self._seen_arrival = oldest
-        self._see_to_arrivals()
+        self.see_to_arrivals()
 
-    def _see_to_arrivals(self) -> None:
+    def see_to_arrivals(self) -> None:
+        """Copy what has arrived in the loop's next turn, should nothing compute then."""
         if self.table.arrived and not self._asked:
             self._asked = True
             self._host.soon(self._settle_if_idle)

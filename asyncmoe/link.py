@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from asyncmoe.errors import FAREWELL, PeerLost, ProtocolError
 from asyncmoe.packed import Buffer
@@ -19,7 +19,7 @@ from asyncmoe.reader import Reader, make_reader
 from asyncmoe.transport import Limits, Parcel, Posted
 from asyncmoe.twophase import Inbound, Outbound, Transfer
 from asyncmoe.wire import FrameKind, encode_signal
-from asyncmoe.writer import make_writer
+from asyncmoe.writer import Writer, make_writer
 
 _WRITES_PER_WAKE = 16
 _TICKS_PER_TIMEOUT = 5  # a heartbeat per tick without other output; lost after a silent timeout
@@ -63,12 +63,14 @@ class Link:
         self._loop = asyncio.get_running_loop()
         self._writer = make_writer(sock, self._wait_to_write, self._fault)
         self._reader: Reader | None = None
+        self._readable: Callable[[], object] | None = None  # of the reader
         self._handler: LinkHandler | None = None
         self._timeout_s = peer_timeout_s
         self._tick_s = peer_timeout_s / _TICKS_PER_TIMEOUT
         self._timer = self._loop.call_later(self._tick_s, self._tick)
         self._silent_ticks = 0
-        self._sent_before = 0  # bytes at the last tick
+        self._reads_before = 0  # at the last tick
+        self._sent_before = 0  # bytes, likewise
         self._again: asyncio.Handle | None = None  # reads on in the loop's next turn
         self._ended: asyncio.Future[None] | None = None  # set by `close`: resolved at the end
         sock.setblocking(False)
@@ -90,7 +92,8 @@ class Link:
             handler.on_announced,
             self._on_signal,
         )
-        self._loop.add_reader(self._sock, self._on_readable)
+        self._readable = self._reader.on_readable(self._on_read, self._on_trouble)
+        self._loop.add_reader(self._sock, self._readable)
 
     def send(self, buffers: Sequence[Buffer], on_sent: Callable[[], object] | None = None) -> None:
         """Queue one frame; see `Writer.send`. Raises `PeerLost` if the link is lost already."""
@@ -103,6 +106,15 @@ class Link:
         if self.error is not None:
             self.check()
         return self._writer.post(outbound, parcel)
+
+    def poster(self, outbound: Outbound) -> Callable[[Parcel], Posted] | None:
+        """`post` for that direction, compiled, if that is there. It refers to this link."""
+        writer: Any = self._writer
+        return None if isinstance(writer, Writer) else writer.poster(outbound, self)
+
+    def repeater(self, frame: bytes) -> Callable[[], object]:
+        """What queues this very frame, each time that it is called while the link is not lost."""
+        return self._writer.repeater(frame)
 
     def check(self) -> None:
         """Raise `PeerLost` if nothing can be sent any more."""
@@ -122,9 +134,7 @@ class Link:
                 return
             self.error = PeerLost(self.peer, "this rank closed its transport")
             self._timer.cancel()
-            if self._reader is not None:
-                self._reader.stop()
-                self._reader = None
+            self._stop_reading()
             self._loop.add_reader(self._sock, self._discard)
             self._writer.send([encode_signal(FrameKind.GOODBYE, self._rank)], self._no_more)
         try:
@@ -159,9 +169,7 @@ class Link:
         self._loop.remove_writer(self._sock)
         self._sock.close()
         self._writer.stop()  # the descriptor may soon be somebody else's
-        if self._reader is not None:
-            self._reader.stop()
-            self._reader = None
+        self._stop_reading()
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(None)
 
@@ -169,8 +177,10 @@ class Link:
         # Silence is counted in ticks of this loop: if this rank itself was busy for long, a single
         # tick fires when it is back, and the peer is not blamed.
         self._timer = self._loop.call_later(self._tick_s, self._tick)
-        if self._handler is not None:
-            self._silent_ticks += 1
+        if self._reader is not None:
+            reads, before = self._reader.reads, self._reads_before
+            self._silent_ticks = self._silent_ticks + 1 if reads == before else 1
+            self._reads_before = reads
             if self._silent_ticks >= _TICKS_PER_TIMEOUT:
                 self.lose(f"silent for {self._timeout_s:g} s")
                 return
@@ -201,32 +211,42 @@ class Link:
 
     # -- receiving -------------------------------------------------------------------------------
 
-    def _on_readable(self) -> None:
-        # Up to the call that says that there is no more, or it is over: of a connection that was
-        # reset, uvloop tells once and never again, also while there are bytes before the reset.
-        if self._reader is None:
+    # The loop calls the reader itself, which reads up to the call that says that there is no more,
+    # or it is over: of a connection that was reset, uvloop tells once and never again, also while
+    # there are bytes before the reset.
+
+    def _on_read(self, more: int) -> None:
+        """There may be more, or it is over."""
+        if more > 0:
+            if self._again is None:
+                self._again = self._loop.call_soon(self._read_on)
             return
         try:
-            more = self._reader.read()
-            if more < 0 and self._handler is not None:
+            if self._handler is not None:
                 self._handler.on_leave()
-        except OSError as error:
-            self._fault(error)
-            return
         except ProtocolError as error:
+            self._on_trouble(error)
+        self.lose("the connection ended without a goodbye")
+
+    def _on_trouble(self, error: Exception) -> None:
+        """Reading failed, or what was read is not allowed."""
+        if isinstance(error, OSError):
+            self._fault(error)
+        elif isinstance(error, ProtocolError):
             self.lose(f"malformed frame: {error}")
-            return
-        self._silent_ticks = 0
-        if more < 0:
-            self.lose("the connection ended without a goodbye")
-        elif more and self._again is None:
-            self._again = self._loop.call_soon(self._read_on)
+        else:
+            raise error
 
     def _read_on(self) -> None:
         """Let others have their turn of the loop, then go on."""
         self._again = None
-        if self.error is None:
-            self._on_readable()
+        if self._readable is not None:
+            self._readable()
+
+    def _stop_reading(self) -> None:
+        if self._reader is not None:
+            self._reader.stop()
+            self._reader = self._readable = None
 
     def _on_signal(self, kind: int, parcel_class: int, count: int) -> None:
         assert self._handler is not None

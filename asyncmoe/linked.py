@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import socket
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+from asyncmoe import native
 from asyncmoe.errors import ConfigError, PeerLost, ProtocolError, UnknownName
 from asyncmoe.lease import Lease, make_pool
 from asyncmoe.link import Link
@@ -50,6 +51,12 @@ class Peer:
         """Send control frame and payload; `outbound.sent` is due once nothing reads the source."""
         return self.link.post(self.outbound, parcel)
 
+    def door(self) -> Callable[[Parcel], Posted] | None:
+        """What posts like `post` and looks itself whether the link is lost, if it is compiled: then
+        nothing of Python's runs between who posts and the transport. It may refer to the peer until
+        `give_up`."""
+        return None
+
     def on_announced(self, transfer: Transfer) -> None:
         """See `LinkHandler`. `inbound.arrived` is due once the payload is visible."""
         raise NotImplementedError
@@ -79,6 +86,7 @@ class Peer:
 
     def give_up(self, error: PeerLost) -> None:
         """End everything that is under way with this peer, whose link is gone."""
+        self._transport._doors.pop(self.rank, None)
         self._transport._quarantined(self, self.inbound.abandon())
         self._fail_sources(error)
 
@@ -107,6 +115,7 @@ class LinkedTransport(Transport):
         self.leases = make_pool()
         self._peers: dict[int, Peer] = {}
         self._closing = False  # set by who flushes more than the links: nothing more is taken
+        self._doors: dict[int, Callable[[Parcel], Posted]] = {}  # by rank, of those that have one
 
     async def start(self, receiver: Receiver) -> None:
         """See `Transport`."""
@@ -127,6 +136,13 @@ class LinkedTransport(Transport):
         except BaseException:
             self.abort()
             raise
+        for rank, peer in self._peers.items():
+            door = peer.door()
+            if door is not None:
+                self._doors[rank] = door
+        if self._doors:
+            # An attribute of the instance, so that whoever posts calls the compiled table itself.
+            self.post = native.columns.by_key(self._doors, self.post)  # type: ignore[method-assign]
 
     def open(self) -> None:
         """The second half: what has arrived since, and from now on, is handed over."""
@@ -160,7 +176,13 @@ class LinkedTransport(Transport):
         """Disconnect from all peers at once, as a crash would."""
         self._end("this rank aborted its transport")
 
+    def _shut(self) -> None:
+        """Everything goes the way of `post` from now on, which knows why it cannot."""
+        self._doors.clear()
+        self.__dict__.pop("post", None)  # which refers to its own transport
+
     def _end(self, reason: str) -> None:
+        self._shut()
         for peer in self._peers.values():
             peer.link.drop(reason)
             peer.give_up(PeerLost(peer.rank, reason))

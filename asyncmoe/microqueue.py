@@ -3,6 +3,9 @@
 Attention and head stages queue whole chunks (a decode step is a chunk of one row), since the rows
 of a chunk attend to each other; expert stages queue rows, which are independent and may be split
 anywhere. Nothing here loops over rows.
+
+What `make_queues` gives is compiled where that is there (`native/src/columns/queues.cpp`); it is
+used like `Queues`, and says the same.
 """
 
 from __future__ import annotations
@@ -12,8 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from asyncmoe import native
+from asyncmoe.expertcolumns import ExpertColumns, expert_columns
+from asyncmoe.packed import pack
 from asyncmoe.stage import Kind, StageChain
 from asyncmoe.transport import Parcel
 
@@ -91,13 +98,14 @@ class Hold:
 
     __slots__ = ("_release", "_rows")
 
-    def __init__(self, rows: int, release: Callable[[], None]) -> None:
+    def __init__(self, rows: int, release: Callable[[], None] | None = None) -> None:
+        """`release`: None where nobody waits for the memory."""
         self._rows, self._release = rows, release
 
     def read(self, rows: int) -> None:
         """`rows` rows have been read for the last time."""
         self._rows -= rows
-        if self._rows == 0:
+        if self._rows == 0 and self._release is not None:
             self._release()
 
 
@@ -110,6 +118,35 @@ class RowSegment:
     hold: Hold
     joined_s: float
     joined_decision: int
+
+
+class Taken:
+    """Rows that were taken for a batch, in ascending order of their source."""
+
+    def __init__(self, segments: list[RowSegment]) -> None:
+        self._segments = sorted(segments, key=lambda segment: segment.source)
+        self.rows = sum(segment.parcel.rows for segment in segments)
+
+    @property
+    def payloads(self) -> list[torch.Tensor]:
+        """Of each parcel, [rows, hidden]."""
+        return [segment.parcel.payload for segment in self._segments]
+
+    def columns(
+        self, local: NDArray[np.int64], local_experts: int, per_expert: bool
+    ) -> ExpertColumns:
+        """See `expert_columns`."""
+        parcels = [(segment.source, pack(segment.parcel)) for segment in self._segments]
+        return expert_columns(parcels, local, local_experts, per_expert)
+
+    def read(self, held_rows: NDArray[np.int64]) -> None:
+        """All rows have been read for the last time: take them off `held_rows`, which counts those
+        of each source [ranks], and let go of their memory."""
+        for segment in self._segments:
+            held_rows[segment.source] -= segment.parcel.rows
+        for segment in self._segments:
+            segment.hold.read(segment.parcel.rows)
+        self._segments = []
 
 
 class RowQueue:
@@ -211,14 +248,17 @@ class Queues:
         self.rows[stage] = queue.rows
         self.total += total
 
-    def put_parcel(self, source: int, parcel: Parcel, hold: Hold, now_s: float) -> None:
-        """Rows became ready for an expert stage."""
+    def put_parcel(
+        self, source: int, parcel: Parcel, release: Callable[[], None] | None, now_s: float
+    ) -> None:
+        """Rows became ready for an expert stage. `release` is called once all have been read."""
         stage = parcel.stage
         queue = self._queues[stage]
         assert isinstance(queue, RowQueue)
         before = queue.rows
         if not before:
             self.oldest_s[stage], self.oldest_decision[stage] = now_s, self.decision
+        hold = Hold(parcel.rows, release)
         queue.put(RowSegment(source, parcel, hold, now_s, self.decision))
         self.rows[stage] = queue.rows
         self.total += queue.rows - before
@@ -231,13 +271,13 @@ class Queues:
         self._note(stage, queue)
         return chunks
 
-    def take_rows(self, stage: int, max_rows: int) -> list[RowSegment]:
+    def take_rows(self, stage: int, max_rows: int) -> Taken:
         """See `RowQueue.take`."""
         queue = self._queues[stage]
         assert isinstance(queue, RowQueue)
         segments = queue.take(max_rows)
         self._note(stage, queue)
-        return segments
+        return Taken(segments)
 
     def remove_chunks(self, stage: int, chunks: NDArray[np.int64]) -> None:
         """See `ChunkQueue.remove`."""
@@ -261,3 +301,15 @@ class Queues:
         self.rows[stage] = rows
         if rows:
             self.oldest_s[stage], self.oldest_decision[stage] = queue.oldest
+
+
+def are_plain(queues: object) -> bool:
+    """Whether these are `Queues` itself, and not its compiled twin."""
+    return isinstance(queues, Queues)
+
+
+def make_queues(chain: StageChain) -> Queues:
+    """As `Queues`, compiled if that is there."""
+    kind = Queues if native.columns is None else native.columns.Queues
+    queues: Queues = kind(chain)
+    return queues

@@ -45,7 +45,7 @@ class RankPeers(Peers):
         return rows
 
     def held_back(self, stage: int) -> Mapping[int, int]:
-        return self._dispatcher.held_back(stage)
+        return self._dispatcher.outboxes.held_back(stage)
 
     def arrived(self, stage: int) -> NDArray[np.int64]:
         rows: NDArray[np.int64] = self._receptor.arrived_rows[stage]

@@ -41,6 +41,7 @@ from asyncmoe.messages import (
 from asyncmoe.model import Cache, Model, ModelSpec
 from asyncmoe.peers import MARK
 from asyncmoe.placement import Placement, make_placement
+from asyncmoe.receptor import Intake
 from asyncmoe.registry import scheduler_parameters
 from asyncmoe.stage import StageChain
 from asyncmoe.stats import RankTimes
@@ -79,6 +80,8 @@ class Rank:
         self.on_front_end: Callable[[int, Message], None] = _ignore
         self.on_rank_lost: Callable[[int, Exception], None] = _ignore
         self.stopped: asyncio.Future[None]  # done when this rank shall end, or its fatal error
+        self.on_parcel: Callable[[Arrival], None]  # see `Receiver`
+        self._intake: Intake | None = None
         self.spec: ModelSpec
         self.placement: Placement
         self.kv_blocks_of: dict[int, int]
@@ -183,6 +186,8 @@ class Rank:
         parts = assemble(self, blocks, deadline)
         self.queues, self.transport, self.home = parts.queues, parts.transport, parts.home
         self._dispatcher, self._receptor = parts.dispatcher, parts.receptor
+        self._intake = parts.receptor.intake(self._take_parcel, self._fail)
+        self.on_parcel = self._take_parcel if self._intake is None else self._intake.take
         self._scheduler, self.executor, self._cache = parts.scheduler, parts.executor, parts.cache
         self.probe = parts.probe
         if self.probe is not None:
@@ -194,6 +199,8 @@ class Rank:
         if self._closing:
             return
         self._closing = True
+        if self._intake is not None:
+            self._intake.is_open = False
         await self._resources.aclose()
         if not self.stopped.done():
             self.stopped.set_result(None)
@@ -230,7 +237,7 @@ class Rank:
             case Discard():
                 self._discard(source, message)
             case Credit():
-                self._dispatcher.credit(source, message.rows)
+                self._dispatcher.outboxes.credit(source, message.rows)
             case StatsRequest():
                 self.emit(Stats(self.stats()))
             case Shutdown():
@@ -256,18 +263,18 @@ class Rank:
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges of this rank by name."""
-        cpu = resource.getrusage(resource.RUSAGE_THREAD)
+        cpu, outboxes = resource.getrusage(resource.RUSAGE_THREAD), self._dispatcher.outboxes
         out: dict[str, Any] = {
             **self.times.values(),
             "busy_s": self.device.busy_s(),
             "loop_s": self._loop.time(),
             "loop_user_s": cpu.ru_utime,
             "loop_system_s": cpu.ru_stime,
-            "sent_parcels": self._dispatcher.sent_parcels,
+            "sent_parcels": outboxes.sent_parcels,
             "sent_bytes": self._dispatcher.sent_bytes,
-            "bytes_to": list(self._dispatcher.bytes_to),
-            "outbox_rows": self._dispatcher.waiting_rows,
-            "outstanding_rows": self._dispatcher.outstanding_rows,
+            "bytes_to": list(outboxes.bytes_to),
+            "outbox_rows": outboxes.waiting_rows,
+            "outstanding_rows": outboxes.outstanding_rows,
             "decisions": self.queues.decision,
             "queued_rows": int(self.queues.rows.sum()),
             "weight_bytes": self.model.weight_bytes(),
@@ -283,8 +290,7 @@ class Rank:
 
     # ---- what the transport calls (transport.Receiver)
 
-    def on_parcel(self, arrival: Arrival) -> None:
-        """See `Receiver`."""
+    def _take_parcel(self, arrival: Arrival) -> None:
         if self._closing:
             arrival.release()
             return
@@ -328,7 +334,7 @@ class Rank:
         if self._closing:
             return
         log.error("%s", error)
-        self._dispatcher.forget(peer)
+        self._dispatcher.outboxes.forget(peer)
         self._scheduler.lost(peer)
         self.executor.notify()
         if peer == FRONT_END:
@@ -358,7 +364,7 @@ class Rank:
 
     def discard(self, slots: NDArray[np.int64], epochs: NDArray[np.uint32]) -> None:
         """See `Host`."""
-        self._dispatcher.discard(slots.astype(np.uint32), epochs)
+        self._dispatcher.outboxes.discard(slots.astype(np.uint32), epochs)
         self.queues.discard(self.rank, slots.astype(np.uint32), epochs)
         for first in range(0, len(slots), DISCARD_SLOTS):
             some = slice(first, first + DISCARD_SLOTS)

@@ -64,6 +64,22 @@ class Reader:
         self._left = PRELUDE_BYTES  # bytes up to the end of the next prelude
         self._transfer: Transfer | None = None  # the frame before that prelude: a parcel
         self._message: bytearray | None = None  # or a message
+        self.reads = 0  # calls of `read`
+
+    def on_readable(
+        self, on_read: Callable[[int], object], on_trouble: Callable[[Exception], object]
+    ) -> Callable[[], object]:
+        """What the loop is to call when there is something: it reads, and tells what that returned,
+        unless it is 0, or raised."""
+
+        def called() -> None:
+            try:
+                if more := self.read():
+                    on_read(more)
+            except Exception as error:
+                on_trouble(error)
+
+        return called
 
     def read(self) -> int:
         """Take what is there, within bounds: 1 if there may be more, 0 if there is nothing more
@@ -71,6 +87,7 @@ class Reader:
 
         Raises `OSError`, and `ProtocolError` for a frame that is not allowed.
         """
+        self.reads += 1
         budget = _BYTES_PER_READ
         for _ in range(_CALLS_PER_READ):
             if self._sock is None:

@@ -144,15 +144,11 @@ class Router:
             return Routed(
                 parts, [(r.rank, _parcel(stage, slots, epochs, hidden, r)) for r in routes]
             )
-        parts, packets = native.columns.route(
-            experts, weights, owner, self.world, self.per_expert, slots, epochs
+        return Routed(
+            *native.columns.route(
+                experts, weights, owner, self.world, self.per_expert, slots, epochs, stage, hidden
+            )
         )
-        parcels = []
-        for rank, rows, pairs, block, index in packets:
-            payload = hidden if index is None else hidden.index_select(0, torch.from_numpy(index))
-            parcel = PackedParcel(ParcelClass.DISPATCH, stage, rows, pairs, block, payload)
-            parcels.append((rank, parcel))
-        return Routed(parts, parcels)
 
 
 def _parcel(
@@ -162,7 +158,7 @@ def _parcel(
     hidden: torch.Tensor,
     to: Route,
 ) -> PackedParcel:
-    """The plain twin of what `Router` does with a packet."""
+    """The parcel of a route."""
     all_rows = len(to.rows) == len(slots)
     return pack(
         Parcel(

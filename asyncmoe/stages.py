@@ -138,10 +138,7 @@ class RankStages:
     def _leave_experts(self, step: ExpertStep, out: Tensor) -> None:
         for parcel in self._dispatcher.combine(step, out):
             self._home.take_in(parcel)
-        for segment in step.segments:
-            rows = segment.parcel.rows
-            segment.hold.read(rows)
-            self._receptor.left(segment.source, rows)
+        step.taken.read(self._receptor.held_rows)
 
     def _leave_passage(self, step: Passage, passed: Passed) -> None:
         if passed.next_stage is not None:

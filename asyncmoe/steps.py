@@ -5,16 +5,16 @@ device. A step is a callable without arguments that runs on the compute thread.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from asyncmoe import native
-from asyncmoe.microqueue import RowSegment
+from asyncmoe.microqueue import Taken
 from asyncmoe.model import Cache, ExpertBatch, Model, RowBatch
-from asyncmoe.packed import Buffer, PackedParcel, pack
+from asyncmoe.packed import Buffer
 from asyncmoe.routing import Routed, Router
 from asyncmoe.sampler import Sampled, SamplerBatch, sample
 from asyncmoe.stage import Kind
@@ -164,7 +164,8 @@ class AttentionStep:
     def __call__(self) -> AttentionResult:
         rows = self.rows
         out = self.model.attention(self.layer, self.entering(), rows.batch, self.cache)
-        self.table.residual.index_copy_(0, torch.from_numpy(rows.slots), out.residual)
+        if self.table.has_columns:
+            self.table.residual.index_copy_(0, torch.from_numpy(rows.slots), out.residual)
         hidden, experts, weights = out.hidden, out.experts.numpy(), out.weights.numpy()
         if self.router is None:
             return AttentionResult(hidden, experts, weights)
@@ -210,7 +211,7 @@ class ExpertStep:
     stage: int
     layer: int
     model: Model
-    segments: list[RowSegment]  # in ascending order of their source
+    taken: Taken
     row_count: int
     row: NDArray[np.int64]  # [pairs], and so on: see `ExpertBatch`
     weight: NDArray[np.float32]
@@ -220,11 +221,12 @@ class ExpertStep:
     kind = Kind.EXPERT
 
     def __call__(self) -> torch.Tensor:
+        payloads = self.taken.payloads
         if not len(self.row):  # rows that no expert here was chosen for
-            payload = self.segments[0].parcel.payload
-            return payload.new_zeros((len(self.gather), payload.shape[1]))
-        payloads = [segment.parcel.payload for segment in self.segments]
-        x = payloads[0] if len(payloads) == 1 else torch.cat(payloads)
+            return payloads[0].new_zeros((len(self.gather), payloads[0].shape[1]))
+        # Rows without columns are all alike.
+        alone = len(payloads) == 1 or not payloads[0].shape[1]
+        x = payloads[0] if alone else torch.cat(payloads)
         batch = ExpertBatch(
             row=torch.from_numpy(self.row),
             weight=torch.from_numpy(self.weight),
@@ -238,67 +240,11 @@ def expert_step(
     model: Model,
     stage: int,
     layer: int,
-    segments: list[RowSegment],
+    taken: Taken,
     local: NDArray[np.int64],
     local_experts: int,
     per_expert: bool,
 ) -> ExpertStep:
-    """Sort the pairs of `segments` by local expert and say which of them each output row sums.
-
-    A pair of weight 0 adds nothing, so it is left out.
-
-    Args:
-        local: [experts] local index of each expert of the layer.
-        local_experts: how many of them are on this rank.
-        per_expert: an output row per pair; otherwise one per row.
-    """
-    if len(segments) > 1:
-        segments.sort(key=lambda segment: segment.source)  # each home's output is one slice
-    rows, parcels, blocks = 0, [], []
-    for segment in segments:
-        parcel = pack(segment.parcel)
-        rows += parcel.count
-        parcels.append((segment.source, parcel))
-        blocks.append((segment.source, parcel.count, parcel.pairs, parcel.block))
-    if native.columns is None:
-        columns = _expert_columns(parcels, local, local_experts, per_expert)
-    else:
-        columns = native.columns.expert_batch(blocks, local, local_experts, per_expert)
-    return ExpertStep(stage, layer, model, segments, rows, *columns)
-
-
-def _expert_columns(
-    parcels: list[tuple[int, PackedParcel]],
-    local: NDArray[np.int64],
-    local_experts: int,
-    per_expert: bool,
-) -> tuple[Any, ...]:
-    """`row` to `back` of the step: the plain twin of `expert_batch` in native/src/columns."""
-    slot, epoch, part, fanout, expert, weight = (
-        np.concatenate(c) for c in zip(*(p.columns() for _, p in parcels), strict=True)
-    )
-    rows = len(slot)
-    counted = weight.nonzero()[0]
-    of_expert = local[expert[counted]]
-    order = of_expert.argsort(kind="stable")
-    place = np.full(len(expert), -1, np.int64)
-    place[counted[order]] = np.arange(len(counted))
-    row_of_pair = np.arange(rows).repeat(fanout)
-    source = np.repeat([source for source, _ in parcels], [p.count for _, p in parcels])
-    home = source
-    if per_expert:
-        gather = place[:, None]
-        slot, epoch, home = slot[row_of_pair], epoch[row_of_pair], source[row_of_pair]
-    else:
-        begin = fanout.cumsum(dtype=np.int64) - fanout
-        gather = np.full((rows, int(fanout.max())), -1, np.int64)
-        gather[row_of_pair, np.arange(len(expert)) - begin[row_of_pair]] = place
-        part = part[begin]
-    back = []
-    for rank in np.unique(source).tolist():
-        out = home == rank
-        block = slot[out].tobytes() + epoch[out].tobytes() + part[out].tobytes()
-        back.append((rank, int(out.sum()), int((source == rank).sum()), block))
-    counts = np.bincount(of_expert, minlength=local_experts)
-    order = counted[order]
-    return row_of_pair[order], weight[order], counts, gather, back
+    """The batch of these rows; the arguments are those of `expertcolumns.expert_columns`."""
+    columns = taken.columns(local, local_experts, per_expert)
+    return ExpertStep(stage, layer, model, taken, taken.rows, *columns)

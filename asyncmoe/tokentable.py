@@ -39,7 +39,7 @@ class TokenTable:
         if max_parts > MAX_PARTS:
             raise ValueError(f"{max_parts} parts for a token; at most {MAX_PARTS} are supported")
         self.slots, self.max_parts = slots, max_parts
-        self._has_columns = hidden > 0  # a model that only stands for another has rows of none
+        self.has_columns = hidden > 0  # a model that only stands for another has rows of none
         self.epoch = np.zeros(slots, np.uint32)
         self.stage = np.full(slots, -1, np.int64)  # expert stage whose parts are to come
         self.open = np.zeros(slots, np.uint64)  # parts to come, as bits
@@ -53,7 +53,9 @@ class TokenTable:
         self._scratch = np.empty(slots, np.int64)
         self._place_scratch = np.empty(slots * max_parts, np.int64)
         # (rows, their places, what to call then): arrived and to be copied; in order
-        self.arrived: deque[tuple[torch.Tensor, NDArray[np.int64], Callable[[], None]]] = deque()
+        self.arrived: deque[tuple[torch.Tensor, NDArray[np.int64], Callable[[], None] | None]] = (
+            deque()
+        )
         self._copied: deque[Callable[[], None]] = deque()
         self._settling = threading.Lock()
         self._free = np.arange(slots - 1, -1, -1, dtype=np.int64)
@@ -106,9 +108,11 @@ class TokenTable:
             slot, epoch, part: [rows], from the wire and not trusted.
             payload: [rows, hidden].
         """
-        return self.arrive(Parcel(ParcelClass.COMBINE, stage, slot, epoch, part, payload), _nothing)
+        return self.arrive(Parcel(ParcelClass.COMBINE, stage, slot, epoch, part, payload))
 
-    def arrive(self, parcel: Parcel, release: Callable[[], None]) -> NDArray[np.int64]:
+    def arrive(
+        self, parcel: Parcel, release: Callable[[], None] | None = None
+    ) -> NDArray[np.int64]:
         """Take in a combine parcel; return the slots that now have all their parts.
 
         Its rows are copied by the next `settle` or `merge`, on whichever thread that runs;
@@ -124,13 +128,17 @@ class TokenTable:
             )  # fmt: skip
         payload = parcel.payload
         if keep is not None:
-            self.dropped_rows += parcel.rows - len(keep)
-            payload = payload.index_select(0, torch.from_numpy(keep))
-        if len(place) and self._has_columns:
+            self.drop(parcel.rows - len(keep))
+            payload = payload[keep]
+        if len(place) and self.has_columns:
             self.arrived.append((payload, place, release))
-        else:
+        elif release is not None:
             release()
         return done
+
+    def drop(self, rows: int) -> None:
+        """So many combine rows were not taken in."""
+        self.dropped_rows += rows
 
     def _judge(
         self, parcel: Parcel
@@ -162,7 +170,8 @@ class TokenTable:
             while self.arrived:
                 payload, place, release = self.arrived.popleft()
                 self._copy(payload, place)
-                self._copied.append(release)
+                if release is not None:
+                    self._copied.append(release)
 
     def _copy(self, payload: torch.Tensor, place: NDArray[np.int64]) -> None:
         parts = self.parts
@@ -195,7 +204,7 @@ class TokenTable:
         Runs on the compute thread. `part_count` is the table's column at `slots`, copied when the
         batch was prepared.
         """
-        if not self._has_columns:
+        if not self.has_columns:
             return self.residual[: len(slots)]
         self.settle()
         total = self.residual.index_select(0, slots).float()
@@ -219,7 +228,3 @@ def distinct(indices: NDArray[np.int64], scratch: NDArray[np.int64]) -> NDArray[
     scratch[indices] = place
     once: NDArray[np.int64] = indices[scratch[indices] == place]
     return once
-
-
-def _nothing() -> None:
-    pass

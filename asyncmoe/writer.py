@@ -69,6 +69,10 @@ class Writer:
         self.send((frame, payload_memory(parcel.payload)), partial(outbound.sent, posted))
         return posted
 
+    def repeater(self, frame: bytes) -> Callable[[], object]:
+        """What sends this very frame, each time that it is called."""
+        return partial(self.send, (frame,))
+
     def write(self, most: int) -> bool:
         """Give the kernel what it takes, in at most `most` calls; whether nothing is left."""
         queue = self._queue

@@ -28,7 +28,7 @@ from asyncmoe.checkpoint import open_checkpoint
 from asyncmoe.config import ModelConfig, PlacementConfig
 from asyncmoe.cores import core_share
 from asyncmoe.kvcache import BlockPool, cache_tensors
-from asyncmoe.microqueue import Hold, RowSegment
+from asyncmoe.microqueue import Hold, RowSegment, Taken
 from asyncmoe.model import RowBatch
 from asyncmoe.packed import PackedParcel, column_bytes
 from asyncmoe.placement import make_placement
@@ -121,7 +121,7 @@ class StaticRank:
         out = residual[:0]
         if segments:
             out = expert_step(
-                self.model, self.chain.expert(layer), layer, segments, self.local[layer],
+                self.model, self.chain.expert(layer), layer, Taken(segments), self.local[layer],
                 int((self.local[layer] >= 0).sum()), per_expert=False,
             )()  # fmt: skip
         back = residual.new_empty((int(sizes[:, 0].sum()), residual.shape[1]))
@@ -179,7 +179,7 @@ class StaticRank:
         payload = data[:size].view(self.spec.dtype).view(rows, self.spec.hidden)
         stage = self.chain.expert(layer)
         parcel = PackedParcel(ParcelClass.DISPATCH, stage, rows, pairs, block, payload)
-        return RowSegment(source, parcel, Hold(rows, int), 0.0, 0)
+        return RowSegment(source, parcel, Hold(rows), 0.0, 0)
 
 
 def as_bytes(rows: Tensor) -> Tensor:

@@ -23,10 +23,11 @@ import numpy as np
 import torch
 
 from asyncmoe.credit import CreditWindow
-from asyncmoe.dispatcher import Dispatcher, Outbox
+from asyncmoe.dispatcher import Dispatcher
 from asyncmoe.errors import ProtocolError
 from asyncmoe.messages import Credit, Discard
-from asyncmoe.microqueue import Hold, RowQueue, RowSegment
+from asyncmoe.microqueue import Hold, RowQueue, RowSegment, Taken
+from asyncmoe.outbox import Outbox, Outboxes
 from asyncmoe.placement import Placement, Role
 from asyncmoe.stage import StageChain
 from asyncmoe.steps import AttentionResult, expert_step
@@ -75,7 +76,7 @@ WIRE = Wire()
 
 
 def make_dispatcher(rank: int, window: int) -> Dispatcher:
-    return Dispatcher(
+    made = Dispatcher(
         rank=rank,
         placement=PLACEMENT,
         chain=CHAIN,
@@ -85,6 +86,10 @@ def make_dispatcher(rank: int, window: int) -> Dispatcher:
         window_rows=window,
         per_expert=False,
     )  # type: ignore[arg-type]
+    # The plain ones, since compiled ones cannot be copied.
+    limits = window, Limits().parcel_rows, 4
+    made.outboxes = Outboxes(rank, PLACEMENT.world, *limits, WIRE.post, made.sent_rows)
+    return made
 
 
 class HomeRank:
@@ -109,13 +114,14 @@ class HomeRank:
         for name in self.COLUMNS:
             setattr(new.table, name, getattr(self.table, name).copy())
         new.dispatcher = copy.copy(self.dispatcher)
-        new.dispatcher._outboxes = {p: clone_box(b) for p, b in self.outboxes.items()}
+        boxes = new.dispatcher.outboxes = copy.copy(self.dispatcher.outboxes)
+        boxes.boxes = {p: clone_box(b) for p, b in self.outboxes.items()}
         new.token, new.layer, new.seen = self.token[:], self.layer[:], self.seen[:]
         return new
 
     @property
     def outboxes(self) -> dict[int, Outbox]:
-        return self.dispatcher._outboxes
+        return self.dispatcher.outboxes.boxes
 
     @property
     def can_start(self) -> int:
@@ -166,7 +172,7 @@ class ExpertRank:
         new = copy.copy(self)
         new.queue = RowQueue()
         for old in self.queue._segments:
-            hold = Hold(old.parcel.rows, lambda: None)
+            hold = Hold(old.parcel.rows)
             new.queue.put(RowSegment(old.source, old.parcel, hold, 0.0, 0))
         return new
 
@@ -351,7 +357,7 @@ class Explorer:
         """As `Home.end` and `Rank.discard` do it."""
         slots = np.array([slot])
         epochs = home.table.epoch[slots]
-        home.dispatcher.discard(slots.astype(np.uint32), epochs)
+        home.dispatcher.outboxes.discard(slots.astype(np.uint32), epochs)
         note = Discard(slots.tolist(), epochs.tolist())
         self._out += [(rank, CONTROL, note) for rank in EXPERT_RANKS]
         home.table.release(slots)
@@ -361,7 +367,7 @@ class Explorer:
         """One row, as `Rank.prepare` and `Rank.finish` do it; the expert returns what it got."""
         segments = rank.queue.take(1)
         parcel = segments[0].parcel
-        step = expert_step(None, parcel.stage, 0, segments, LOCAL, 1, False)  # type: ignore[arg-type]
+        step = expert_step(None, parcel.stage, 0, Taken(segments), LOCAL, 1, False)  # type: ignore[arg-type]
         self._combiner[rank.rank].combine(step, parcel.payload)
         segments[0].hold.read(1)
 
@@ -374,13 +380,13 @@ class Explorer:
             if rows and self.answers_discards:
                 self._out.append((sender, CONTROL, Credit(rows)))
         elif isinstance(message, Credit):
-            rank.dispatcher.credit(sender, message.rows)
+            rank.dispatcher.outboxes.credit(sender, message.rows)
         elif message.kind is ParcelClass.DISPATCH:
-            hold = Hold(message.rows, lambda: None)
+            hold = Hold(message.rows)
             rank.queue.put(RowSegment(sender, message, hold, 0.0, 0))
         else:  # as `Receptor._take_combine`
             self._take_in(rank, message)
-            rank.dispatcher.credit(sender, message.credits)
+            rank.dispatcher.outboxes.credit(sender, message.credits)
 
     def _repeat(self, home: HomeRank, number: int) -> None:
         self._take_in(home, self._messages.items[number])

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from asyncmoe.dispatcher import Dispatcher, Outbox
+from asyncmoe.dispatcher import Dispatcher
 from asyncmoe.errors import ConfigError, PeerLost, ProtocolError
-from asyncmoe.microqueue import Hold, RowSegment
+from asyncmoe.microqueue import Hold, RowSegment, Taken
+from asyncmoe.outbox import Outbox
 from asyncmoe.placement import Placement, Role
 from asyncmoe.routing import route_to_all
 from asyncmoe.stage import StageChain
@@ -98,10 +99,13 @@ def test_a_parcel_is_cut_to_its_credits_and_the_rest_follows_in_order() -> None:
     slots, _ = bench.send(*[(2, 3)] * 6)
     more, _ = bench.send(*[(2, 3)] * 2)
     assert bench.wire.slots(1) == [slots[:4]]
-    assert (bench.dispatcher.waiting_rows, bench.dispatcher.outstanding_rows) == (4, 4)
-    bench.dispatcher.credit(1, 3)
+    assert (bench.dispatcher.outboxes.waiting_rows, bench.dispatcher.outboxes.outstanding_rows) == (
+        4,
+        4,
+    )
+    bench.dispatcher.outboxes.credit(1, 3)
     assert bench.wire.slots(1)[1:] == [slots[4:], more[:1]]
-    bench.dispatcher.credit(1, 1)
+    bench.dispatcher.outboxes.credit(1, 1)
     assert bench.wire.slots(1)[3:] == [more[1:]]
 
 
@@ -137,10 +141,12 @@ def test_dead_rows_leave_the_outbox() -> None:
     bench = Bench(window=1)
     slots, _ = bench.send(*[(2, 3)] * 4)
     dead = np.array(slots[1:3], np.uint32)
-    bench.dispatcher.discard(dead, np.array([0, 1], np.uint32))  # the second has another epoch
-    assert bench.dispatcher.waiting_rows == 2
-    bench.dispatcher.credit(1, 1)
-    bench.dispatcher.credit(1, 1)
+    bench.dispatcher.outboxes.discard(
+        dead, np.array([0, 1], np.uint32)
+    )  # the second has another epoch
+    assert bench.dispatcher.outboxes.waiting_rows == 2
+    bench.dispatcher.outboxes.credit(1, 1)
+    bench.dispatcher.outboxes.credit(1, 1)
     assert bench.wire.slots(1) == [[slots[0]], [slots[2]], [slots[3]]]
 
 
@@ -148,16 +154,16 @@ def test_more_credits_than_are_outstanding_are_the_peers_fault() -> None:
     bench = Bench()
     bench.send((2, 3))
     with pytest.raises(ProtocolError, match="gives back 2 credits"):
-        bench.dispatcher.credit(1, 2)
+        bench.dispatcher.outboxes.credit(1, 2)
 
 
 def test_rows_for_a_lost_rank_are_dropped_and_the_others_go_out() -> None:
     bench = Bench(window=1)
     bench.send((2, 3), (2, 3))
-    bench.dispatcher.forget(1)
+    bench.dispatcher.outboxes.forget(1)
     bench.wire.lost.add(1)
     slots, _ = bench.send((2, 4))
-    assert bench.dispatcher.waiting_rows == 0
+    assert bench.dispatcher.outboxes.waiting_rows == 0
     assert bench.wire.slots(2) == [slots]
 
 
@@ -168,8 +174,9 @@ def combine(bench: Bench, *sources: tuple[int, list[int]]) -> list[Parcel]:
         for source, fanout in sources
     ]
     local = np.zeros(8, np.int64)
-    step = expert_step(None, 1, 0, segments, local, 1, False)  # type: ignore[arg-type]
-    slot = np.concatenate([segment.parcel.slot for segment in step.segments])
+    step = expert_step(None, 1, 0, Taken(segments), local, 1, False)  # type: ignore[arg-type]
+    segments.sort(key=lambda segment: segment.source)
+    slot = np.concatenate([segment.parcel.slot for segment in segments])
     out = torch.from_numpy(slot.astype(np.float32))[:, None].repeat(1, 2)
     return bench.dispatcher.combine(step, out)
 

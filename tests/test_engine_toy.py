@@ -151,10 +151,12 @@ async def test_requests_fail_by_name_when_a_rank_with_experts_is_lost() -> None:
 
 
 async def test_fault_while_rows_are_taken_in_ends_the_rank_and_its_requests() -> None:
-    async with cluster(2, toymodel.checkpoint(), **SMALL) as engine:
+    apart = {"placement": {"roles": ["expert", "attention"], "experts_per_rank": [6, 0]}}
+    async with cluster(2, toymodel.checkpoint(), **SMALL, **apart) as engine:
         broken = engine.ranks[1]
         assert broken.home is not None
-        broken.home.take_in = None  # type: ignore[assignment, method-assign]
+        broken.home.table.open.flags.writeable = False
+        broken.home.table.renew = broken.home.table.expect = lambda *_: None  # type: ignore[method-assign]
         engine.submit([1, 2, 3], home=1, max_tokens=100)
         with pytest.raises(AsyncMoeError, match="failed on a parcel of rank 0"):
             await asyncio.wait_for(broken.stopped, 10)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from asyncmoe.dispatcher import _in_turn
 from asyncmoe.errors import ConfigError
 from asyncmoe.experiment.grid import settings
 from asyncmoe.experiment.schema import checked
 from asyncmoe.experiment.virtual_run import run_virtual
 from asyncmoe.metrics.recorder import Recorder
+from asyncmoe.outbox import in_turn
 from asyncmoe.packed import PackedParcel
 from asyncmoe.transport import ParcelClass
 from asyncmoe.transports.model_network import Network, Noise, NoiseOptions
@@ -48,7 +49,7 @@ def test_cross_traffic_is_of_a_hosts_nic_and_of_the_seed() -> None:
 
     def end_s(seed: int, source: int) -> float:
         network = Network({**NIC, "ranks_per_host": 2, "noise": noise, "seed": seed}, 6)
-        return network.put(network.way(source, 4), 0.0, 0.0, 10**7)[1]
+        return network.way(source, 4).put(0.0, 0.0, 10**7)[1]
 
     assert end_s(1, 0) == end_s(1, 1) != end_s(1, 2)  # 0 and 1 share a host
     assert end_s(1, 0) != end_s(2, 0)
@@ -59,9 +60,9 @@ def test_cross_traffic_is_of_a_hosts_nic_and_of_the_seed() -> None:
 def test_a_rank_sends_to_the_ranks_behind_it_first() -> None:
     empty = torch.empty((0, 0))
     parcels = [(to, PackedParcel(ParcelClass.DISPATCH, 1, 0, 0, b"", empty)) for to in (0, 1, 3, 6)]
-    assert [to for to, _ in _in_turn(3, parcels)] == [6, 0, 1, 3]
-    assert [to for to, _ in _in_turn(7, parcels)] == [0, 1, 3, 6]
-    assert _in_turn(0, []) == []
+    assert [to for to, _ in in_turn(3, parcels, itemgetter(0))] == [6, 0, 1, 3]
+    assert [to for to, _ in in_turn(7, parcels, itemgetter(0))] == [0, 1, 3, 6]
+    assert in_turn(0, [], itemgetter(0)) == []
 
 
 class Silent:

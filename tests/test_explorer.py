@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from asyncmoe.credit import CreditWindow
-from asyncmoe.dispatcher import Dispatcher
 from asyncmoe.microqueue import RowQueue
+from asyncmoe.outbox import Outboxes
 from asyncmoe.tokentable import TokenTable
 from asyncmoe.transport import ParcelClass
 from tests.explorer import Explorer, Setup, State, Violation
@@ -84,7 +84,7 @@ def discarded_rows_keep_their_credit(patch: pytest.MonkeyPatch) -> None:
 
 
 def dead_rows_stay_in_the_outbox(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Dispatcher, "discard", lambda self, slots, epochs: None)
+    patch.setattr(Outboxes, "discard", lambda self, slots, epochs: None)
 
 
 def window_is_not_kept(patch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from asyncmoe.config import EngineConfig
 from asyncmoe.home import Home
 from asyncmoe.kvcache import BlockPool
 from asyncmoe.messages import Admit, Ended, Message
-from asyncmoe.microqueue import Queues
+from asyncmoe.microqueue import make_queues
 from asyncmoe.sampling import SamplingParams
 from asyncmoe.samplingtable import SamplingTable
 from asyncmoe.stage import StageChain
@@ -36,7 +36,7 @@ class Desk:
         config = EngineConfig.model_validate(settings)
         self.said: list[Ended] = []
         self.running: list[Callable[[], None]] | None = None  # callbacks, while a batch "runs"
-        self.queues = Queues(CHAIN)
+        self.queues = make_queues(CHAIN)
         self.table = TokenTable(config.slots, 2, 1, torch.float32, torch.device("cpu"))
         self.pool = BlockPool(blocks, 4, config.max_requests, context)
         self.home = Home(

@@ -18,7 +18,7 @@ from asyncmoe.chunks import NONE, ChunkTable
 from asyncmoe.config import BatchConfig
 from asyncmoe.errors import ParcelTooLarge, ProtocolError
 from asyncmoe.kvcache import BlockPool
-from asyncmoe.microqueue import Hold, RowSegment
+from asyncmoe.microqueue import Hold, RowSegment, Taken
 from asyncmoe.packed import PackedParcel, pack
 from asyncmoe.policy import BatchPolicy
 from asyncmoe.routing import Router
@@ -113,7 +113,7 @@ def test_expert_batches_are_the_same(seed: int, sizes: list[int], each: bool) ->
     ]
     local = rng.permutation(12).astype(np.int64)
     ours, twin = both(
-        lambda: expert_step(None, 3, 1, list(segments), local, 12, each)  # type: ignore[arg-type]
+        lambda: expert_step(None, 3, 1, Taken(segments), local, 12, each)  # type: ignore[arg-type]
     )
     assert ours.row_count == twin.row_count == sum(sizes)
     for name in ("row", "weight", "counts", "gather"):
@@ -140,7 +140,7 @@ def test_combine_rows_of_any_content_are_taken_in_alike(seed: int, rows: int) ->
         table = TokenTable(5, 3, 2, torch.float32, torch.device("cpu"))
         table.open[:], table.epoch[:] = start[0], start[2]
         table.stage[:] = np.where(start[1] > 1, 3, 1)
-        done = table.arrive(parcel, lambda: None)
+        done = table.arrive(parcel)
         table.settle()
         counts = sorted(done.tolist()), table.dropped_rows
         return *counts, table.open.tolist(), table.parts.tolist()
@@ -191,7 +191,7 @@ def test_chunks_go_on_alike(seed: int, opened: int) -> None:
             (stage, some.tolist(), of_each.tolist(), total)
             for stage, some, of_each, total in chunks.by_stage(every)
         ]
-        return [left, sorted(ready.tolist()), chunks.missing.tolist(), chunks._parked.tolist(),
+        return [left, sorted(ready.tolist()), chunks.missing.tolist(), chunks.parked.tolist(),
                 sorted(groups)]  # fmt: skip
 
     ours, twin = both(drive)

@@ -20,7 +20,15 @@ from asyncmoe.packed import pack
 from asyncmoe.reader import make_reader
 from asyncmoe.transport import Arrival, Limits, Parcel, ParcelClass
 from asyncmoe.twophase import Outbound, Transfer, make_inbound, make_outbound
-from asyncmoe.wire import PRELUDE_BYTES, Prelude, decode_prelude, encode_prelude, payload_memory
+from asyncmoe.wire import (
+    DTYPES,
+    PRELUDE_BYTES,
+    Prelude,
+    decode_prelude,
+    encode_prelude,
+    payload_memory,
+)
+from asyncmoe.writer import make_writer
 from tests.transport_kit import make_parcel
 
 pytestmark = pytest.mark.skipif(native.columns is None, reason="not built")
@@ -142,3 +150,38 @@ def test_parcels_that_cannot_be_sent_are_refused_in_the_same_words(what: str, pa
     ours, twin = frame(make_outbound(3, 5, LIMITS)), frame(Outbound(3, 5, LIMITS))
     assert ours == twin
     assert isinstance(ours, bytes) == (what == "none")
+
+
+GOOD_PAYLOADS: dict[str, Callable[[], torch.Tensor]] = {
+    **{str(dtype): lambda dtype=dtype: torch.ones(4, 4).to(dtype) for dtype in DTYPES},
+    "part of another": lambda: torch.arange(32.0).view(8, 4)[2:6],
+    "parameter": lambda: torch.nn.Parameter(torch.ones(4, 4)),
+    "wants a gradient": lambda: torch.ones(4, 4, requires_grad=True),
+    "one column of many": lambda: torch.arange(4.0).view(4, 1).expand(4, 4)[:, :1].contiguous(),
+    "one row of a wide one": lambda: torch.ones(1, 9)[:, :4],
+    "no rows": lambda: torch.ones(0, 4),
+}
+
+
+@pytest.mark.parametrize("what", GOOD_PAYLOADS)
+def test_payloads_of_any_kind_are_announced_alike(what: str) -> None:
+    payload = GOOD_PAYLOADS[what]()
+    limits = Limits()
+    parcel = make_parcel(1, len(payload), 4)
+    parcel.payload = payload
+    frame = make_outbound(3, 5, limits).parcel(parcel)[0]
+    assert frame == Outbound(3, 5, limits).parcel(parcel)[0]
+
+
+def test_a_posted_parcel_goes_out_with_the_bytes_of_its_payload() -> None:
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    parcel = make_parcel(1, 2, 4, torch.float32)
+    parcel.payload = torch.arange(32.0).view(8, 4)[3:5]
+    writer = make_writer(ours, lambda: None, lambda error: None)
+    assert writer.post(make_outbound(3, 5, LIMITS), parcel).source_free
+    sent = theirs.recv(4096)
+    assert sent.endswith(parcel.payload.numpy().tobytes())
+    writer.stop()
+    ours.close()
+    theirs.close()

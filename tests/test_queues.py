@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncmoe.microqueue import ChunkQueue, ChunkSegment, Hold, Queues, RowQueue, RowSegment
+from asyncmoe.microqueue import (
+    ChunkQueue,
+    ChunkSegment,
+    Hold,
+    Queues,
+    RowQueue,
+    RowSegment,
+    make_queues,
+)
 from asyncmoe.routing import route
 from asyncmoe.stage import StageChain
 from asyncmoe.transport import Parcel, ParcelClass
@@ -81,12 +92,13 @@ def test_chunks_leave_whole_and_in_order(rows: list[int], most: int) -> None:
     assert order == list(range(len(rows)))
 
 
-def test_depth_and_age_columns_follow_the_queues() -> None:
-    queues = Queues(StageChain(2))
+@pytest.mark.parametrize("make", [Queues, make_queues])
+def test_depth_and_age_columns_follow_the_queues(make: Callable[[StageChain], Queues]) -> None:
+    queues = make(StageChain(2))
     queues.put_chunks(0, np.array([3]), np.array([5]), now_s=1.5)
     queues.decision = 4
     queues.put_chunks(0, np.array([4]), np.array([2]), now_s=2.5)
-    queues.put_parcel(0, dispatch_parcel([1, 1]), Hold(2, lambda: None), 3.0)
+    queues.put_parcel(0, dispatch_parcel([1, 1]), None, 3.0)
     assert queues.rows.tolist() == [7, 2, 0, 0, 0]
     assert (queues.oldest_s[0], queues.oldest_decision[0]) == (1.5, 0)
     assert queues.take_chunks(0, 5).tolist() == [3]

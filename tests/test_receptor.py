@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from asyncmoe.errors import ProtocolError
+from asyncmoe.packed import pack
 from asyncmoe.rank import Rank
 from asyncmoe.transport import Arrival, Parcel, ParcelClass
 from tests import toymodel
@@ -93,15 +94,15 @@ async def test_a_dispatch_lease_is_returned_only_after_its_last_row_was_read() -
     config = {**APART, "batch": {"expert_min_rows": 2, "expert_linger_ms": 20.0}}
     async with cluster(2, toymodel.checkpoint(), transport={"name": "inproc"}, **config) as engine:
         expert = engine.ranks[1]
-        engine.ranks[0]._dispatcher._outboxes[1].window.take(1)  # as if it had sent the row
-        released = give(expert, 0, dispatch())
-        assert released == []
-        assert expert.queues.rows[STAGE] == 1
-        while not released:
+        leases = expert.transport.leases
+        engine.ranks[0]._dispatcher.outboxes.send([(1, pack(dispatch()))])
+        while not expert.queues.rows[STAGE]:
             await expert.device.run(lambda: None)
-        assert released == ["released"]
-        assert expert.queues.rows[STAGE] == 0
+        assert leases.held == 1
+        while expert.queues.rows[STAGE]:
+            await expert.device.run(lambda: None)
         await engine.settled()
+        assert leases.held == 0
 
 
 async def test_an_empty_parcel_is_released_at_once() -> None:

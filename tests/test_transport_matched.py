@@ -14,14 +14,13 @@ import torch.distributed as dist
 from asyncmoe.errors import ConfigError, RankFailed
 from asyncmoe.transport import Limits, ParcelClass
 from asyncmoe.transports.gloo import GlooPair
-from asyncmoe.transports.matched import _Outgoing
-from asyncmoe.transports.matched_pair import (
+from asyncmoe.transports.matched_flow import (
+    BURST_BYTES,
     WINDOW_BYTES,
     WINDOW_PARCELS,
-    Lane,
-    Operation,
     Window,
 )
+from asyncmoe.transports.matched_pair import Lane, Operation
 from asyncmoe.twophase import Outbound
 from asyncmoe.wire import PRELUDE_BYTES, FrameKind, decode_prelude, encode_prelude, encode_taken
 from tests.transport_kit import Cluster, assert_same, make_parcel, until_free
@@ -47,30 +46,27 @@ async def three() -> AsyncIterator[Cluster]:
 
 def test_a_window_is_bounded_by_parcels_and_by_bytes_but_takes_any_one_parcel() -> None:
     window = Window()
-    assert window.fits(10 * WINDOW_BYTES)
-    for _ in range(WINDOW_PARCELS):
-        assert window.fits(1)
-        window.put(1)
-    assert not window.fits(1)
+    assert window.put(10 * WINDOW_BYTES)
+    assert not window.put(1)
+    window.take(1)
+    assert all(window.put(1) for _ in range(WINDOW_PARCELS))
+    assert not window.put(1)
     window.take(WINDOW_PARCELS)
-    window.put(WINDOW_BYTES - 5)
-    assert window.fits(5)
-    assert not window.fits(6)
+    assert window.put(WINDOW_BYTES - 5)
+    assert not window.put(6)
+    assert window.put(5)
 
 
-async def test_a_lane_launches_bursts_in_order_and_no_more_than_it_may() -> None:
+async def test_a_lane_launches_in_order_and_no_more_than_it_may() -> None:
     launched: list[list[Operation]] = []
     done: list[int] = []
     lane = Lane(lambda burst: launched.append(list(burst)), most=1)
     tensor = torch.empty(1)
     for number in range(3):
-        lane.add(Operation(tensor, lambda number=number: done.append(number)))
-    await asyncio.sleep(0)
+        lane.put([Operation(tensor, lambda number=number: done.append(number))])
     assert launched == []  # not open
     lane.open()
-    await asyncio.sleep(0)
-    lane.add(Operation(tensor, lambda: done.append(3)))
-    await asyncio.sleep(0)
+    lane.put([Operation(tensor, lambda: done.append(3))])
     assert [len(burst) for burst in launched] == [3]
     for operation in launched[0]:
         operation.done()
@@ -79,32 +75,27 @@ async def test_a_lane_launches_bursts_in_order_and_no_more_than_it_may() -> None
     assert [len(burst) for burst in launched] == [3, 1]
 
 
-async def test_a_lane_of_bursts_that_both_sides_know_launches_them_at_their_ends() -> None:
+def test_a_lane_keeps_bursts_that_both_sides_know_as_they_are() -> None:
     launched: list[list[int]] = []
     lane = Lane(lambda burst: launched.append([each.tensor.numel() for each in burst]), most=None)
-    assert not lane.end()  # of nothing
-    for number in (1, 2):
-        lane.add(Operation(torch.empty(number), lambda: None))
-    assert lane.end()
-    lane.add(Operation(torch.empty(3), lambda: None))
+    lane.put([Operation(torch.empty(number), lambda: None) for number in (1, 2)])
+    lane.put([Operation(torch.empty(3), lambda: None)])
     assert launched == []  # not open
     lane.open()
-    await asyncio.sleep(0)
-    assert launched == [[1, 2]]
-    lane.add(Operation(torch.empty(4), lambda: None))
-    assert lane.end()
-    assert launched == [[1, 2], [3, 4]]
+    assert launched == [[1, 2], [3]]
+    lane.put([Operation(torch.empty(4), lambda: None)])
+    assert launched == [[1, 2], [3], [4]]
 
 
 async def test_what_a_turn_posts_goes_as_bursts_which_a_notice_ends(three: Cluster) -> None:
     peer = three.ranks[0]._peers[1]
     sizes: list[int] = []
     launch = peer.pair.send
-    peer._sending._launch = lambda burst: (sizes.append(len(burst)), launch(burst))
-    for number in range(5):
-        three.ranks[0].post(1, make_parcel(number, MIB_ROWS, 128))  # 256 KiB each
-    await three.receivers[1].until(lambda: len(three.receivers[1].arrivals) == 5)
-    assert sizes == [2, 2, 1]
+    peer._sends._launch = lambda burst: (sizes.append(len(burst)), launch(burst))
+    for number in range(7):
+        three.ranks[0].post(1, make_parcel(number, MIB_ROWS, BURST_BYTES >> 12))  # half of one
+    await three.receivers[1].until(lambda: len(three.receivers[1].arrivals) == 7)
+    assert sizes == [2, 2, 2, 1]
 
 
 async def test_leases_in_filling_stay_within_the_window_of_each_class(three: Cluster) -> None:
@@ -201,12 +192,14 @@ async def test_a_frame_that_is_not_allowed_costs_its_sender_the_connection(
 
 async def test_columns_that_contradict_their_frame_cost_the_connection(three: Cluster) -> None:
     peer = three.ranks[0]._met[1][0]
-    parcel = make_parcel(1)
-    frame, posted = peer.outbound.parcel(parcel)
-    broken = frame[:PRELUDE_BYTES] + bytes(len(frame) - PRELUDE_BYTES)
-    nbytes = len(frame) - PRELUDE_BYTES + parcel.payload.nbytes
-    peer._held[ParcelClass.DISPATCH].append(_Outgoing(broken, parcel.payload, posted, nbytes))
-    peer._announce(ParcelClass.DISPATCH)
+    send = peer.link.send
+
+    def spoil(frames: list[bytes]) -> None:
+        head = frames[0][:PRELUDE_BYTES]
+        send([head + bytes(len(frames[0]) - PRELUDE_BYTES), *frames[1:]])
+
+    peer.link.send = spoil
+    three.ranks[0].post(1, make_parcel(1))
     await three.receivers[1].until(lambda: three.receivers[1].lost)
     assert "malformed frame" in str(three.receivers[1].lost[0][1])
     assert three.receivers[1].arrivals == []

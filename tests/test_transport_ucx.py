@@ -194,7 +194,8 @@ async def test_options_win_over_the_environment_and_that_over_our_defaults(
     [
         ({"segment_bytes": 100}, r"segment_bytes is 100; allowed: 4096 to 1048576"),
         ({"tls": 7}, r"transport.options.tls is 7"),
-        ({"tls": "no_such_way"}, r"UCX does not start with .*no_such_way.*transport.options.tls"),
+        ({"tls": "no_such_way"}, r"transport.options.tls is 'no_such_way'.*allowed: .*tcp"),
+        ({"tls": "cma,self"}, r"transport.options.tls is 'cma,self'.*allowed: .*has tcp"),
         ({"net_devices": "eth77"}, r"options.net_devices is 'eth77'.*allowed: all, .*lo"),
         ({"net_devices": "lo,eth77"}, r"no network device 'eth77'"),
         ({"advertise_host": 7}, r"transport.options.advertise_host is 7"),

@@ -8,7 +8,9 @@ import pytest
 
 from asyncmoe.errors import ConfigError, UnknownName
 from asyncmoe.transports.model_network import Network
+from tests.transport_kit import compiled_or_plain  # noqa: F401
 
+pytestmark = pytest.mark.usefixtures("compiled_or_plain")
 MEGABYTE = 1 << 20
 HOSTS = {"ranks_per_host": 2, "nic_gbit_per_s": 8.0, "latency_us": 100.0}  # 1 GB/s
 SECOND_OF_MB = MEGABYTE / 1e9
@@ -19,8 +21,8 @@ def arrival_s(
 ) -> float:
     """When all of it is there."""
     way = network.way(source, target)
-    first_s, last_s, due_s = network.put(way, now_s, now_s, nbytes)
-    return network.enter(way, first_s, last_s, nbytes) if due_s is None else due_s
+    first_s, last_s, due_s = way.put(now_s, now_s, nbytes)
+    return way.enter(first_s, last_s, nbytes) if due_s is None else due_s
 
 
 def test_a_link_takes_its_latency_and_the_time_of_its_bytes() -> None:
@@ -41,7 +43,7 @@ def test_what_reaches_a_host_from_several_queues_for_its_nic() -> None:
 
 def test_what_comes_first_does_not_wait_for_what_was_put_first() -> None:
     network = Network(HOSTS, 6)
-    late = network.put(network.way(0, 4), 0.0, 150e-6, MEGABYTE)  # its host has to work before
+    late = network.way(0, 4).put(0.0, 150e-6, MEGABYTE)  # its host has to work before
     assert late[2] == pytest.approx(250e-6 + SECOND_OF_MB)
     assert arrival_s(network, 2, 4, nbytes=10_000) == pytest.approx(1e-4 + 1e-5)
 

@@ -28,44 +28,25 @@ import asyncio
 import socket
 import struct
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
-from typing import Any, NamedTuple
-
-import torch
+from functools import lru_cache, partial
+from typing import Any
 
 from asyncmoe.deadline import Deadline
 from asyncmoe.errors import PeerLost, ProtocolError, RankFailed
-from asyncmoe.lease import Lease, LeaseState
+from asyncmoe.lease import Lease
 from asyncmoe.link import Link
 from asyncmoe.linked import LinkedTransport, Peer
-from asyncmoe.transport import Arrival, Parcel, ParcelClass, Posted, Receiver, TransportContext
-from asyncmoe.transports.matched_pair import (
-    BURST_BYTES,
-    WINDOW_BYTES,
-    WINDOW_PARCELS,
-    Lane,
-    Operation,
-    Pair,
-    Window,
-)
+from asyncmoe.transport import Arrival, Parcel, Posted, Receiver, TransportContext
+from asyncmoe.transports.matched_flow import WINDOW_PARCELS, make_receiving, make_sending
+from asyncmoe.transports.matched_pair import Lane, Operation, Pair
 from asyncmoe.twophase import Transfer
-from asyncmoe.wire import PRELUDE_BYTES, FrameKind, encode_signal, encode_taken
+from asyncmoe.wire import FrameKind, encode_signal, encode_taken
 
 _CARD = struct.Struct("<I")
 _CARD_BYTES = 4096
-_CLASSES = len(ParcelClass) + 1  # lists are indexed by class, which counts from 1
-
-
-class _Outgoing(NamedTuple):
-    """A parcel that was not taken."""
-
-    frame: bytes
-    payload: torch.Tensor
-    posted: Posted
-    nbytes: int
+_encode_taken = lru_cache(maxsize=4 * WINDOW_PARCELS)(encode_taken)  # they are always the same
 
 
 class MatchedPeer(Peer):
@@ -81,24 +62,23 @@ class MatchedPeer(Peer):
         receiver: Receiver,
         pair: Pair,
     ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._rank, self._alike = transport.context.rank, pair.bursts is None
+        # Both are called for each parcel, and so go to where it is known.
+        self._receiving = receiving = make_receiving(
+            transport.leases,
+            None if self._alike else self._receive_soon,
+            self._tell_soon,
+        )
+        self._place = receiving.place  # type: ignore[method-assign]
+        self.on_announced = receiving.announced  # type: ignore[method-assign]
         super().__init__(transport, link, generation, receiver)
+        receiving.begin(self.inbound)
         self.pair = pair
         pair.failed = partial(self._failed, transport.name)
-        self._rank = transport.context.rank
-        self._loop = asyncio.get_running_loop()
-        self._alike = pair.bursts is None
-        self._notice = encode_signal(FrameKind.NOTICE, self._rank)
-        self._sending = Lane(pair.send, pair.bursts)
-        self._receiving = Lane(pair.receive, pair.bursts)
-        self._frames: list[bytes] = []  # of this turn of the loop, which the link does not have
-        self._burst_bytes = 0  # of the payloads behind the last NOTICE
-        self._held: list[deque[_Outgoing]] = [deque() for _ in range(_CLASSES)]  # not announced
-        self._out: list[deque[_Outgoing]] = [deque() for _ in range(_CLASSES)]  # announced
-        self._announced = [Window() for _ in range(_CLASSES)]  # the same
-        self._filling = [Window() for _ in range(_CLASSES)]  # what the peer announced to us
-        self._coming: list[deque[Transfer]] = [deque() for _ in range(_CLASSES)]  # not whole
-        self._whole = [0] * _CLASSES  # parcels that are, which the peer was not told
-        self._telling = False
+        notice = encode_signal(FrameKind.NOTICE, self._rank) if self._alike else None
+        self._sending = make_sending(self.outbound, notice, self._leave_soon)
+        self._sends, self._receives = Lane(pair.send, pair.bursts), Lane(pair.receive, pair.bursts)
         self._flushed: asyncio.Future[None] | None = None
         self._connecting: asyncio.Future[None] | None = None
         self.connected = False
@@ -113,72 +93,47 @@ class MatchedPeer(Peer):
                 raise
             raise RankFailed(self.rank, self.link.error.reason) from error
         self.connected = True
-        self._sending.open()
-        self._receiving.open()
+        self._sends.open()
+        self._receives.open()
 
     # -- sending ---------------------------------------------------------------------------------
 
     def post(self, parcel: Parcel) -> Posted:
         """See `Transport`."""
-        frame, posted = self.outbound.parcel(parcel)
-        payload = parcel.payload
-        nbytes = len(frame) - PRELUDE_BYTES + payload.nbytes
-        self._held[parcel.kind].append(_Outgoing(frame, payload, posted, nbytes))
-        self._announce(parcel.kind)
-        return posted
+        return self._sending.post(parcel)
 
-    def _announce(self, kind: int) -> None:
-        held, window = self._held[kind], self._announced[kind]
-        while held and window.fits(held[0].nbytes) and self.link.error is None:
-            outgoing = held.popleft()
-            self._out[kind].append(outgoing)
-            window.put(outgoing.nbytes)
-            if not self._frames:
-                self._loop.call_soon(self._leave)
-            self._frames.append(outgoing.frame)
-            if outgoing.payload.numel():
-                sent = partial(self.outbound.sent, outgoing.posted)
-                self._sending.add(Operation(outgoing.payload, sent))
-                self._burst_bytes += outgoing.nbytes
-                if self._burst_bytes >= BURST_BYTES:
-                    self._end_burst()
-
-    def _end_burst(self) -> None:
-        self._burst_bytes = 0
-        if self._alike:
-            self._frames.append(self._notice)
-            self._sending.end()
+    def _leave_soon(self) -> None:
+        self._loop.call_soon(self._leave)
 
     def _leave(self) -> None:
-        """The turn is over: announce what it brought."""
-        if self._burst_bytes:
-            self._end_burst()
-        frames, self._frames = self._frames, []
-        if self.link.error is None:
-            self.link.send(frames)
+        """The turn is over: announce what it brought, and launch it."""
+        frames, bursts = self._sending.leave()
+        if self.link.error is not None:
+            return
+        self.link.send(frames)
+        for payloads, posted in bursts:
+            if self._alike:  # the peer says when it has them
+                self._sends.put([Operation(payload, _nothing) for payload in payloads])
+            else:
+                sent = self.outbound.sent
+                self._sends.put(
+                    [
+                        Operation(payload, partial(sent, one))
+                        for payload, one in zip(payloads, posted, strict=True)
+                    ]
+                )
 
     def on_taken(self, parcel_class: int, count: int) -> None:
         """See `LinkHandler`."""
-        window = self._announced[parcel_class]
-        if count > len(window):
-            raise ProtocolError(f"{count} parcels taken; announced: {len(window)}")
-        window.take(count)
-        out = self._out[parcel_class]
-        taken = [out.popleft() for _ in range(count)]
         # Payloads arrive in order over both classes: if this many have, the first so many have.
-        self.pair.taken(sum(bool(outgoing.payload.numel()) for outgoing in taken))
-        for outgoing in taken:
-            self.outbound.sent(outgoing.posted)
-        self._announce(parcel_class)
+        self.pair.taken(self._sending.taken(parcel_class, count))
         if self._flushed is not None and not self._flushed.done() and self.flushed:
             self._flushed.set_result(None)
 
     @property
     def flushed(self) -> bool:
         """Whether the peer has all that was posted, or is lost."""
-        if self.link.error is not None:
-            return True
-        return not any(self._held) and not any(len(window) for window in self._announced)
+        return self.link.error is not None or self._sending.idle
 
     async def flush(self) -> None:
         """Wait until that is so."""
@@ -188,57 +143,37 @@ class MatchedPeer(Peer):
 
     # -- receiving -------------------------------------------------------------------------------
 
-    def _place(self, transfer: Transfer) -> Lease | None:
-        """Anywhere, but within the window: that is looked at before anything is allocated."""
-        window = self._filling[transfer.parcel_class]
-        nbytes = transfer.column_bytes + transfer.payload_bytes
-        if not window.fits(nbytes):
-            raise ProtocolError(
-                f"a parcel of {nbytes} bytes behind {len(window)} with {window.nbytes} bytes that "
-                f"were not taken; allowed: {WINDOW_PARCELS} with {WINDOW_BYTES} bytes"
-            )
-        window.put(nbytes)
-        return None
-
     def on_notice(self) -> None:
         """See `LinkHandler`: what was announced is a burst."""
-        if not (self._alike and self._receiving.end()):
+        burst = self._receiving.take() if self._alike else []
+        if not burst:
             raise ProtocolError("a notice; allowed: none, or one behind each burst of payloads")
+        operations = [Operation(each.rows, _nothing) for each in burst]
+        operations[-1] = Operation(operations[-1].tensor, partial(self._arrived, burst))
+        self._receives.put(operations)
 
-    def on_announced(self, transfer: Transfer) -> None:
-        """See `LinkHandler`: launch the receive."""
-        self._coming[transfer.parcel_class].append(transfer)
-        if transfer.payload_bytes:
-            self._receiving.add(Operation(transfer.rows, partial(self._received, transfer)))
-        else:
-            self._arrived(transfer)
+    def _receive_soon(self) -> None:
+        self._loop.call_soon(self._receive)
 
-    def _received(self, transfer: Transfer) -> None:
-        if self.link.error is not None:
-            return  # given up
+    def _receive(self) -> None:
+        """The turn is over: launch the receives of what it has announced."""
+        burst = self._receiving.take()
+        if burst:
+            self._receives.put([Operation(e.rows, partial(self._arrived, [e])) for e in burst])
+
+    def _arrived(self, transfers: Sequence[Transfer]) -> None:
         try:
-            self._arrived(transfer)
+            self._receiving.arrived(transfers)
         except ProtocolError as error:
             self.link.lose(f"malformed frame: {error}")
 
-    def _arrived(self, transfer: Transfer) -> None:
-        self.inbound.arrived(transfer)
-        kind = transfer.parcel_class
-        coming = self._coming[kind]
-        while coming and coming[0].lease.state is not LeaseState.FILLING:
-            coming.popleft()  # in order: one without a payload arrives before those ahead of it
-            self._whole[kind] += 1
-        if self._whole[kind] and not self._telling:
-            self._telling = True  # at the end of this turn, which may bring more
-            self._loop.call_soon(self._tell)
+    def _tell_soon(self) -> None:
+        self._loop.call_soon(self._tell)  # this turn may bring more
 
     def _tell(self) -> None:
-        self._telling = False
-        for kind, whole in enumerate(self._whole):
-            if whole and self.link.error is None:
-                self._whole[kind] = 0
-                self._filling[kind].take(whole)
-                self.link.send((encode_taken(self._rank, kind, whole),))
+        for kind, whole in self._receiving.told():
+            if self.link.error is None:
+                self.link.send((_encode_taken(self._rank, kind, whole),))
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -247,8 +182,8 @@ class MatchedPeer(Peer):
 
     def give_up(self, error: PeerLost) -> None:
         """See `Peer`."""
-        for outgoing in (*self._held, *self._out):
-            outgoing.clear()
+        self._sending.stop()
+        self._receiving.stop()
         if self._connecting is not None:
             self._connecting.cancel()
         self.pair.abort()
@@ -375,6 +310,10 @@ class Gate(Receiver):
         """See `Receiver`."""
         if self._receiver is not None:
             self._receiver.on_peer_lost(peer, error)
+
+
+def _nothing() -> None:
+    """For a send of which nobody is told."""
 
 
 async def _read(sock: socket.socket, count: int) -> bytes:

@@ -1,18 +1,14 @@
-"""One pair of ranks on a stack of matched transfers: its contract, its bursts, its windows."""
+"""One pair of ranks on a stack of matched transfers: its contract, and its bursts."""
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-
-WINDOW_PARCELS, WINDOW_BYTES = 64, 16 << 20  # of one class in one direction, and not yet taken
-BURST_BYTES = 512 << 10  # from which on a burst that both sides know is closed
 
 
 class Operation(NamedTuple):
@@ -62,91 +58,46 @@ class Pair(ABC):
 
 
 class Lane:
-    """One direction of a pair: gathers what one turn of the loop brings into a burst, or, where
-    both sides launch the same bursts, what comes up to `end`."""
+    """One direction of a pair: launches bursts in order, and no more at a time than it may. Bursts
+    that wait are launched as one, unless both sides know them."""
 
     def __init__(self, launch: Callable[[Sequence[Operation]], None], most: int | None) -> None:
+        """`most`: as `Pair.bursts`."""
         self._launch, self._most = launch, most
-        self._waiting: list[Operation] = []
-        self._ended: list[list[Operation]] = []  # bursts from before `open`
+        self._waiting: list[Sequence[Operation]] = []
         self._under_way = 0  # bursts
-        self._open = self._scheduled = False
+        self._open = False
 
     def open(self) -> None:
         """The pair is connected."""
         self._open = True
-        ended, self._ended = self._ended, []
-        for burst in ended:
-            self._launch(burst)
-        if self._waiting:
-            self._schedule()
+        self._go_on()
 
-    def add(self, operation: Operation) -> None:
-        """Launch `operation` after all that were added before."""
-        self._waiting.append(operation)
-        if self._most is not None:
-            self._schedule()
+    def put(self, burst: Sequence[Operation]) -> None:
+        """Launch `burst`, which is not empty, after all that were put before."""
+        self._waiting.append(burst)
+        self._go_on()
 
-    def end(self) -> bool:
-        """What was added since the last call is a burst; False if that is nothing."""
-        burst, self._waiting = self._waiting, []
-        if not burst:
-            return False
-        if self._open:
-            self._launch(burst)
-        else:
-            self._ended.append(burst)
-        return True
-
-    def _schedule(self) -> None:
-        may = self._open and self._most is not None and self._under_way < self._most
-        if may and not self._scheduled:
-            self._scheduled = True
-            asyncio.get_running_loop().call_soon(self._begin)
-
-    def _begin(self) -> None:
-        self._scheduled = False
-        if not self._waiting:
+    def _go_on(self) -> None:
+        if not self._open or not self._waiting:
             return
-        burst, self._waiting = self._waiting, []
-        last = burst[-1]
-        burst[-1] = Operation(last.tensor, partial(self._end, last.done))
-        self._under_way += 1
-        self._launch(burst)
+        if self._most is None:
+            waiting, self._waiting = self._waiting, []
+            for burst in waiting:
+                self._launch(burst)
+        elif self._under_way < self._most:
+            operations = [each for burst in self._waiting for each in burst]
+            self._waiting.clear()
+            last = operations[-1]
+            operations[-1] = Operation(last.tensor, partial(self._end, last.done))
+            self._under_way += 1
+            self._launch(operations)
 
     def _end(self, done: Callable[[], None]) -> None:
         self._under_way -= 1
         if self._waiting:
-            self._schedule()
+            asyncio.get_running_loop().call_soon(self._go_on)
         done()
-
-
-class Window:
-    """How much of a class is announced in one direction and not taken. One parcel always fits."""
-
-    __slots__ = ("_sizes", "nbytes")
-
-    def __init__(self) -> None:
-        self._sizes: deque[int] = deque()  # bytes of each parcel, columns included, in order
-        self.nbytes = 0
-
-    def __len__(self) -> int:
-        return len(self._sizes)
-
-    def fits(self, nbytes: int) -> bool:
-        """Whether one more parcel may be announced."""
-        some = len(self._sizes)
-        return not some or (some < WINDOW_PARCELS and self.nbytes + nbytes <= WINDOW_BYTES)
-
-    def put(self, nbytes: int) -> None:
-        """A parcel was announced."""
-        self._sizes.append(nbytes)
-        self.nbytes += nbytes
-
-    def take(self, count: int) -> None:
-        """The first `count` parcels were taken."""
-        for _ in range(count):
-            self.nbytes -= self._sizes.popleft()
 
 
 def _ignore(reason: str) -> None:

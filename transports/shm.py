@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from asyncmoe import native
@@ -25,6 +25,7 @@ from asyncmoe.reach import Reach, UnixReach
 from asyncmoe.transport import Parcel, ParcelClass, Posted, TransportContext
 from asyncmoe.transport import Receiver as Upward
 from asyncmoe.transports.shm_lanes import Bell, Receiver, Sender
+from asyncmoe.transports.shm_port import Port
 from asyncmoe.transports.shm_segment import Geometry, Segment, exchange, read_only_tensor
 from asyncmoe.twophase import Transfer, is_plain
 from asyncmoe.wire import FrameKind, encode_signal
@@ -34,7 +35,6 @@ _SLOT_BYTES = 64 << 10
 _FEWEST_SLOTS = 1024  # where the options say nothing
 _MOST_SLOTS = 1 << 16
 _LARGEST_SLOT_BYTES = 1 << 30
-_PARCELS_PER_TURN = 64  # of each class
 
 
 class ShmTransport(LinkedTransport):
@@ -52,6 +52,7 @@ class ShmTransport(LinkedTransport):
     async def close(self) -> None:
         """See `Transport`. If cancelled, disconnects at once."""
         self._closing = True
+        self._shut()
         try:
             async with asyncio.timeout(self.context.peer_timeout_s):
                 await asyncio.gather(*(_shm(peer).flush() for peer in self._peers.values()))
@@ -74,7 +75,7 @@ class ShmTransport(LinkedTransport):
         """See `LinkedTransport`."""
         super().open()
         for peer in self._peers.values():
-            _shm(peer).take()
+            _shm(peer).port.take()
 
     def _quarantined(self, peer: Peer, leases: Sequence[Lease]) -> None:
         # The slots are the peer's: whatever it still writes there, this rank never looks again.
@@ -95,31 +96,19 @@ class ShmPeer(Peer):
         theirs: Segment,
     ) -> None:
         super().__init__(transport, link, generation, receiver)
-        self._loop = asyncio.get_running_loop()
         self.segment = mine
-        lanes = _Lanes(self, mine, theirs, transport.leases)
-        self.sending, self._bell = lanes.sending, lanes.bell
-        self._by_class = [None, *self.sending.values()]  # to hash an enum's member takes long
-        self._receiving = list(lanes.receiving.values())
-        self._told = True  # of all that was published, if the peer sleeps
-        self._more = False  # something to take was left for the next turn
-        self._closing, self._peer_closing = mine.closing, theirs.closing
         self._notice = (encode_signal(FrameKind.NOTICE, transport.context.rank),)
-        self._turn: asyncio.Handle | None = None  # what is left to do behind this turn of the loop
+        self.port, self.sending = self._make_port(mine, theirs, transport.leases)
+        self._closing, self._peer_closing = mine.closing, theirs.closing
         self._flushed: asyncio.Future[None] | None = None
 
-    # -- sending ---------------------------------------------------------------------------------
-
     def post(self, parcel: Parcel) -> Posted:
-        """See `Transport`. The first of a turn of the loop is copied at once, the others behind it
-        together: a copy leaves little in the caches of what runs between copies."""
-        lane = self._by_class[parcel.kind]
-        assert lane is not None
-        if self._turn is not None:
-            return lane.post(parcel, False)
-        self._told = False
-        self._turn = self._loop.call_soon(self._next_turn)
-        return lane.post(parcel, True)
+        """See `Transport`."""
+        return self.port.post(parcel)
+
+    def door(self) -> Callable[[Parcel], Posted] | None:
+        """See `Peer`."""
+        return None if isinstance(self.port, Port) else self.port.post
 
     def notify(self) -> None:
         """The peer waits for slots that have come back: tell it."""
@@ -127,25 +116,8 @@ class ShmPeer(Peer):
             self.link.send(self._notice)
 
     def on_notice(self) -> None:
-        """See `LinkHandler`: there is something to take, there are slots, or the peer is about to
-        close."""
-        self._advance([lane for lane in self.sending.values() if lane.waiting])
-        self._take()
-        self._look_whether_flushed()
-
-    def _advance(self, lanes: Sequence[Sender]) -> None:
-        """Go on with what was too much at once, or has waited for slots, and wake the peer."""
-        for lane in lanes:
-            if lane.advance():
-                self._told = False
-            if lane.may_advance:
-                self._go_on()
-        if not self._told and self.link.error is None:
-            self._told = True
-            if self._bell.due():
-                self.link.send(self._notice)
-
-    # -- receiving -------------------------------------------------------------------------------
+        """See `LinkHandler`."""
+        self.port.on_notice()
 
     def on_announced(self, transfer: Transfer) -> None:
         """See `LinkHandler`: it would be none of the ring's."""
@@ -153,59 +125,16 @@ class ShmPeer(Peer):
 
     def on_leave(self) -> None:
         """See `LinkHandler`: all that was published is there."""
-        for lane in self._receiving:
-            while lane.take(_PARCELS_PER_TURN):
-                pass
-
-    def take(self) -> None:
-        """As `_take`, where nobody else sees to a `ProtocolError`."""
-        try:
-            self._take()
-        except ProtocolError as error:
-            self.link.lose(f"malformed frame: {error}")
-
-    def _take(self) -> None:
-        """Hand over what is there, within bounds, and ask to be woken if that was all."""
-        if not self._receiving:
-            return  # it is over
-        dispatch, combine = self._receiving
-        while True:
-            self._more = dispatch.take(_PARCELS_PER_TURN)
-            self._more |= combine.take(_PARCELS_PER_TURN)
-            if self._more:
-                self._go_on()
-                return
-            if self.link.error is not None:
-                return
-            self._bell.sleep()
-            if not (dispatch.pending or combine.pending):
-                return
-
-    def _go_on(self) -> None:
-        if self._turn is None:
-            self._turn = self._loop.call_soon(self._next_turn)
-
-    def _next_turn(self) -> None:
-        self._turn = None
-        if self.link.error is not None:
-            return
-        self._advance([lane for lane in self.sending.values() if lane.may_advance])
-        if self._more:
-            self.take()
-        self._look_whether_flushed()
-
-    # -- the end ---------------------------------------------------------------------------------
+        self.port.take_all()
 
     def give_up(self, error: PeerLost) -> None:
         """See `Peer`. The mappings last as long as arrivals that are held."""
-        for sender in self.sending.values():
-            sender.clear()
-        for receiver in self._receiving:
-            receiver.stop()
+        if self.sending:
+            self.port.stop()
         super().give_up(error)
         if self.sending:
-            self.sending, self._receiving, self._by_class = {}, [], []
-            del self.segment, self._bell
+            self.sending = {}
+            del self.segment, self.port
         self._closing = self._peer_closing = memoryview(b"\1")
         self._look_whether_flushed()
 
@@ -214,39 +143,42 @@ class ShmPeer(Peer):
         if self.link.error is None:
             self._closing[0] = 1
             self.link.send(self._notice)
-            self._flushed = self._loop.create_future()
+            self._flushed = asyncio.get_running_loop().create_future()
+            self.port.on_progress = self._look_whether_flushed
             self._look_whether_flushed()
             await self._flushed
 
     def _look_whether_flushed(self) -> None:
         if self._flushed is None or self._flushed.done():
             return
-        if self._peer_closing[0] or not any(lane.waiting for lane in self.sending.values()):
+        if self._peer_closing[0] or not self.port.waiting:
             self._flushed.set_result(None)
 
-
-class _Lanes:
-    """The lanes between two segments, compiled if the two phases are."""
-
-    def __init__(self, peer: ShmPeer, mine: Segment, theirs: Segment, leases: LeasePool) -> None:
-        self.sending: dict[ParcelClass, Sender] = {}
-        self.receiving: dict[ParcelClass, Receiver] = {}
-        if is_plain(peer.inbound):
-            self.bell = Bell(mine, theirs)
+    def _make_port(
+        self, mine: Segment, theirs: Segment, leases: LeasePool
+    ) -> tuple[Port, dict[ParcelClass, Sender]]:
+        """Port and lanes between two segments, compiled if the two phases are."""
+        sending: dict[ParcelClass, Sender] = {}
+        receiving: list[Receiver] = []
+        kinds: Any = native.columns
+        if is_plain(self.inbound):
+            port, bell = Port, Bell(mine, theirs)
             for kind in ParcelClass:
-                self.sending[kind] = Sender(mine, theirs, kind, peer.outbound)
-                self.receiving[kind] = Receiver(
-                    mine, theirs, kind, peer.inbound, leases, peer.notify
+                sending[kind] = Sender(mine, theirs, kind, self.outbound)
+                receiving.append(Receiver(mine, theirs, kind, self.inbound, leases, self.notify))
+        else:
+            ours, others = _compiled(mine), _compiled(theirs)
+            port, bell = kinds.ShmPort, kinds.ShmBell(ours, others)
+            for kind in ParcelClass:
+                sending[kind] = kinds.ShmSender(ours, others, kind, self.outbound)
+                memory = read_only_tensor(theirs.payloads(kind))
+                receiving.append(
+                    kinds.ShmReceiver(ours, others, kind, self.inbound, leases, memory, self.notify)
                 )
-            return
-        compiled, ours, others = native.columns, _compiled(mine), _compiled(theirs)
-        self.bell = compiled.ShmBell(ours, others)
-        for kind in ParcelClass:
-            self.sending[kind] = compiled.ShmSender(ours, others, kind, peer.outbound)
-            memory = read_only_tensor(theirs.payloads(kind))
-            self.receiving[kind] = compiled.ShmReceiver(
-                ours, others, kind, peer.inbound, leases, memory, peer.notify
-            )
+        link, loop = self.link, asyncio.get_running_loop()
+        notify = link.repeater(self._notice[0])
+        lanes = list(sending.values()), receiving
+        return port(self.outbound, *lanes, bell, link, loop.call_soon, notify), sending
 
 
 def _compiled(segment: Segment) -> Any:

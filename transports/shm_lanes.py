@@ -31,9 +31,11 @@ from collections.abc import Callable
 from functools import partial
 from itertools import islice
 
+import torch
+
 from asyncmoe.errors import ProtocolError
 from asyncmoe.lease import Block, Lease, LeasePool
-from asyncmoe.transport import Parcel, ParcelClass, Posted
+from asyncmoe.transport import ParcelClass, Posted
 from asyncmoe.transports.shm_segment import Fence, Segment, read_only_tensor
 from asyncmoe.twophase import Inbound, Outbound
 from asyncmoe.wire import PRELUDE_BYTES, Prelude, decode_prelude, payload_memory, readdress
@@ -119,11 +121,10 @@ class Sender:
         """By slot: how often it was taken."""
         return self.slots.generations
 
-    def post(self, parcel: Parcel, at_once: bool) -> Posted:
-        """See `Transport`. A small one `at_once` is in its slots when this returns, if there are
-        some; for others `advance` is due."""
-        frame, posted = self._outbound.parcel(parcel)
-        payload = payload_memory(parcel.payload)
+    def post(self, frame: bytes, posted: Posted, tensor: torch.Tensor, at_once: bool) -> Posted:
+        """Queue a numbered parcel. A small one `at_once` is in its slots when this returns, if
+        there are some; for others `advance` is due."""
+        payload = payload_memory(tensor)
         count = self._mine.geometry.count(max(len(payload), len(frame) - PRELUDE_BYTES))
         self._queue.append(_Outgoing(frame, posted, payload, count))
         if at_once and len(self._queue) == 1:

@@ -6,12 +6,14 @@ buffer. Every CPU machine has it, so it is the default between ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from asyncmoe.errors import ConfigError
 from asyncmoe.lease import Lease
+from asyncmoe.link import Link
 from asyncmoe.linked import LinkedTransport, Peer
-from asyncmoe.transport import TransportContext
+from asyncmoe.transport import Parcel, Posted, Receiver, TransportContext
 
 
 class TcpTransport(LinkedTransport):
@@ -25,7 +27,18 @@ class TcpTransport(LinkedTransport):
         if context.device.type != "cpu":
             raise ConfigError(f"transport tcp moves host memory; device is {context.device}")
 
+    def _make_peer(self, link: Link, generation: int, receiver: Receiver, met: Any) -> Peer:
+        return TcpPeer(self, link, generation, receiver)
+
     def _quarantined(self, peer: Peer, leases: Sequence[Lease]) -> None:
         # Only this process writes to the buffers, and its link no longer reads.
         for lease in leases:
             lease.quiet()
+
+
+class TcpPeer(Peer):
+    """A peer whose parcels go over the link whole."""
+
+    def door(self) -> Callable[[Parcel], Posted] | None:
+        """See `Peer`."""
+        return self.link.poster(self.outbound)

@@ -28,9 +28,9 @@ from asyncmoe.lease import make_pool
 from asyncmoe.transport import Receiver, TransportContext
 from asyncmoe.transports.matched import MatchedTransport
 from asyncmoe.transports.matched_pair import Pair
-from asyncmoe.transports.ucx_config import config_of
+from asyncmoe.transports.ucx_config import chosen_tls, config_of
 from asyncmoe.transports.ucx_pair import UcxPair
-from asyncmoe.transports.ucx_worker import UcxError, Worker
+from asyncmoe.transports.ucx_worker import UcxError, Worker, reporting_transports
 
 _MOST_PATIENCE_S = 1.0
 
@@ -63,19 +63,29 @@ class UcxTransport(MatchedTransport):
     async def start(self, receiver: Receiver) -> None:
         """See `Transport`."""
         if self.context.world > 1:
-            config = await config_of(self.context)
-            try:
-                self._worker = Worker(config)
-            except UcxError as error:
-                raise ConfigError(
-                    f"UCX does not start with {config}: {error}; TLS is transport.options.tls, and "
-                    "those that this machine has are named by ucx_info -d"
-                ) from error
+            await self._open_worker()
         try:
             await super().start(receiver)
         except BaseException:
             self._close_worker()
             raise
+
+    async def _open_worker(self) -> None:
+        """Raise `ConfigError` naming the setting if UCX cannot start, or could reach nobody."""
+        config, chosen = await config_of(self.context), chosen_tls(self.context)
+        try:
+            self._worker = Worker(config)
+            if chosen is not None:  # else there is nothing to find out, and it takes 25 ms
+                self._worker.check_reach()
+        except UcxError as error:
+            self._close_worker()
+            if chosen is None:
+                raise ConfigError(f"UCX does not start with {config}: {error}") from error
+            raise ConfigError(
+                f"{chosen[0]} is {chosen[1]!r}, by which UCX reaches no other rank ({error}); "
+                "allowed: names that UCX knows, with one that reports a lost peer, of which this "
+                f"machine has {', '.join(reporting_transports())}"
+            ) from error
 
     async def close(self) -> None:
         """See `Transport`. If cancelled, disconnects at once."""

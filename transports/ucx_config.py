@@ -27,7 +27,7 @@ _TLS = {"cpu": "tcp,self", "cuda": "tcp,self,cuda_copy,cuda_ipc"}
 _SIOCGIFADDR = 0x8915  # the first IPv4 address of a network device, see netdevice(7)
 _IF_INET6 = Path("/proc/net/if_inet6")
 _RDMA = Path("/sys/class/infiniband")
-_DEVICES_VARIABLE = "UCX_NET_DEVICES"
+_DEVICES_VARIABLE, _TLS_VARIABLE = "UCX_NET_DEVICES", "UCX_TLS"
 
 
 async def config_of(context: TransportContext) -> dict[str, str]:
@@ -58,6 +58,15 @@ async def config_of(context: TransportContext) -> dict[str, str]:
     else:
         check_environment()
     return config
+
+
+def chosen_tls(context: TransportContext) -> tuple[str, str] | None:
+    """The setting that chooses UCX's transports, and its value; None where that is our default."""
+    if "tls" in context.options:
+        return "transport.options.tls", str(context.options["tls"])
+    if _TLS_VARIABLE in os.environ:
+        return _TLS_VARIABLE, os.environ[_TLS_VARIABLE]
+    return None
 
 
 def check_environment() -> None:

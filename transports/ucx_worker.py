@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -42,6 +43,9 @@ def _imported() -> tuple[Any, Any, Any, Any]:
 
 _ucx, _Array, _Tag, _TagMask = _imported()
 UcxError: type[Exception] = _ucx.UCXError
+_FEATURES = (_ucx.Feature.TAG, _ucx.Feature.WAKEUP)
+# Within a machine or a process, or for memory that others then carry.
+_SILENT = {"self", "sysv", "posix", "cma", "knem", "xpmem", "cuda_copy", "cuda_ipc", "gdr_copy"}
 
 _TURN_S = 1e-3  # after which others on the loop are let in
 _LOOK_S = 0.1  # a look in case that UCX did not wake us, while something is under way
@@ -57,7 +61,7 @@ class Worker:
     def __init__(self, config: Mapping[str, str]) -> None:
         """`config`: options of UCX, without their prefix. Raises `UcxError`."""
         self._loop = asyncio.get_running_loop()
-        self._context = _ucx.UCXContext(dict(config), (_ucx.Feature.TAG, _ucx.Feature.WAKEUP))
+        self._context = _ucx.UCXContext(dict(config), _FEATURES)
         self._worker = _ucx.UCXWorker(
             self._context, enable_delayed_submission=False, enable_python_future=True
         )
@@ -85,6 +89,10 @@ class Worker:
         if guarded:
             endpoint.set_close_callback(self._loop.call_soon, (on_dead,))
         return endpoint
+
+    def check_reach(self) -> None:
+        """Raise `UcxError` unless this worker could reach one whose loss is to be noticed."""
+        self.end(self.connect(self.address, _nobody))
 
     def send(self, endpoint: Any, memory: Any, tag: int, done: Done) -> None:
         """Post a send; `done` is called on the loop, once. Raises `UcxError`."""
@@ -196,6 +204,16 @@ class Worker:
 def memory_of(tensor: torch.Tensor) -> Any:
     """The bytes of a contiguous tensor as ucxx takes them: a view of host memory, or a tensor."""
     return payload_memory(tensor) if tensor.is_cpu else tensor.view(torch.uint8).flatten()
+
+
+def reporting_transports() -> list[str]:
+    """UCX's names of the transports of this machine that carry messages and report a lost peer."""
+    context = _ucx.UCXContext({"TLS": "all"}, _FEATURES)
+    return sorted(set(re.findall(r"-- +(\w+)/", context.info)) - _SILENT)
+
+
+def _nobody() -> None:
+    """For an endpoint that is closed at once."""
 
 
 def _ignore(error: Exception | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from asyncmoe.transport import (
     Transport,
     TransportContext,
 )
-from asyncmoe.virtual.loop import VirtualLoop
+from asyncmoe.virtual.run import make_loop
 
 TRIAL_S = 20.0
 ROWS, HIDDEN = 4, 64
@@ -47,10 +47,10 @@ def try_devices(threads: int) -> list[Trial]:
     return trials
 
 
-def _loop_for(device: str) -> type[VirtualLoop] | None:
+def _loop_for(device: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
     """What a device needs; None for any loop."""
     try:
-        return VirtualLoop if registry.find("devices", device).virtual else None
+        return make_loop if registry.find("devices", device).virtual else None
     except AsyncMoeError:
         return None  # the trial itself tells it
 

@@ -37,15 +37,9 @@ class ModelDevice(Device):
 
     def submit(self, work: Callable[[], Any], done: Done) -> None:
         """See `Device`."""
-        costs = self._lane.costs
-        cost = NOTHING if costs is None else costs.of(work)
         lane = self._lane
-        begin_s = lane.charge(cost.before_s)
-        if begin_s < lane.busy_until_s:
-            begin_s = lane.busy_until_s
-        else:
-            lane.busy_from_s = begin_s
-        lane.busy_until_s = end_s = begin_s + cost.compute_s
+        cost = NOTHING if lane.costs is None else lane.costs.of(work)
+        end_s = lane.compute(cost.before_s, cost.compute_s)
         self._loop.call_at(end_s, self._end, work, done, cost, context=lane.context)
 
     def _end(self, work: Callable[[], Any], done: Done, cost: StepCost) -> None:
@@ -61,8 +55,7 @@ class ModelDevice(Device):
         self._busy_s += cost.compute_s
         result, failure = None, None
         try:
-            with torch.inference_mode():
-                result = work()
+            result = work()
         except Exception as error:
             failure = error
         done(result, failure, cost.compute_s)

@@ -8,8 +8,7 @@ samples are full, each two become one of twice the period.
 from __future__ import annotations
 
 import asyncio
-import math
-import time
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +23,8 @@ from asyncmoe.stage import Kind
 SAMPLES = 512
 STEPS_PER_OCTAVE = 4  # of the histogram of waits
 LEAST_WAIT_S = 1e-6
+# From which on a wait is in the next bucket; the last one has no end.
+_BUCKETS_S = [LEAST_WAIT_S * 2 ** (number / STEPS_PER_OCTAVE) for number in range(1, 200)]
 GAUGES = (
     "running_requests",
     "waiting_requests",
@@ -69,10 +70,17 @@ class Probe:
     """Watches one rank from `start` to `close`."""
 
     def __init__(
-        self, queues: Queues, gauges: Callable[[], Sequence[float]], period_s: float
+        self,
+        queues: Queues,
+        gauges: Callable[[], Sequence[float]],
+        period_s: float,
+        clock: Callable[[], float] | None,
     ) -> None:
-        """`gauges` gives the numbers of `GAUGES`, now. Call on the rank's loop."""
-        self._queues, self._gauges = queues, gauges
+        """`gauges` gives the numbers of `GAUGES`, now. Call on the rank's loop.
+
+        `clock`: of the CPU time of that loop; None: it is not measured.
+        """
+        self._queues, self._gauges, self._clock = queues, gauges, clock
         self.computing: Callable[[], bool] = bool  # to be set: whether a batch is with the device
         self._loop = asyncio.get_running_loop()
         self._samples = Samples(len(queues.rows) + len(GAUGES), period_s)
@@ -81,10 +89,10 @@ class Probe:
         self._sizes: dict[Kind, Counter[int]] = {kind: Counter() for kind in Kind}
         self._waits: dict[Kind, Counter[int]] = {kind: Counter() for kind in Kind}
         stages = len(queues.rows)
-        self._taken_rows = np.zeros(stages, np.int64)
-        self._waited_s = np.zeros(stages)  # of the oldest row of each batch
-        self._longest_s = np.zeros(stages)
-        self._batches = np.zeros(stages, np.int64)
+        self._taken_rows = [0] * stages
+        self._waited_s = [0.0] * stages  # of the oldest row of each batch
+        self._longest_s = [0.0] * stages
+        self._batches = [0] * stages
         self._cpu_s = dict.fromkeys(Kind, 0.0)  # of the loop, for batches of a kind
         self._hidden_s = dict.fromkeys(Kind, 0.0)  # of that, while another batch computed
 
@@ -105,24 +113,32 @@ class Probe:
     def take(self, stages: Stages, stage: int, max_rows: int) -> Step:
         """Prepare a batch of `stage` and note it."""
         waited_s = self._loop.time() - float(self._queues.oldest_s[stage])
-        begin_s = time.thread_time()
-        step = stages.prepare(stage, max_rows)
+        clock = self._clock
+        if clock is None:
+            step = stages.prepare(stage, max_rows)
+        else:
+            begin_s = clock()
+            step = stages.prepare(stage, max_rows)
+            self._worked(step.kind, clock() - begin_s)
         kind, rows = step.kind, step.row_count
-        self._worked(kind, time.thread_time() - begin_s)
         self._sizes[kind][rows] += 1
-        octaves = math.log2(max(waited_s, LEAST_WAIT_S) / LEAST_WAIT_S)
-        self._waits[kind][math.floor(STEPS_PER_OCTAVE * octaves)] += 1
+        self._waits[kind][bisect_right(_BUCKETS_S, waited_s)] += 1
         self._taken_rows[stage] += rows
         self._batches[stage] += 1
         self._waited_s[stage] += waited_s
-        self._longest_s[stage] = max(self._longest_s[stage], waited_s)
+        if waited_s > self._longest_s[stage]:
+            self._longest_s[stage] = waited_s
         return step
 
     def finish(self, stages: Stages, step: Step, result: Any) -> None:
         """Finish a batch and note the work that it makes."""
-        begin_s = time.thread_time()
-        stages.finish(step, result)
-        self._worked(step.kind, time.thread_time() - begin_s)
+        clock = self._clock
+        if clock is None:
+            stages.finish(step, result)
+        else:
+            begin_s = clock()
+            stages.finish(step, result)
+            self._worked(step.kind, clock() - begin_s)
 
     def _worked(self, kind: Kind, cpu_s: float) -> None:
         self._cpu_s[kind] += cpu_s
@@ -144,10 +160,10 @@ class Probe:
             },
             "sizes": _named(self._sizes),
             "waits": _named(self._waits),
-            "taken_rows": self._taken_rows.tolist(),
-            "batches": self._batches.tolist(),
-            "waited_s": self._waited_s.tolist(),
-            "longest_wait_s": self._longest_s.tolist(),
+            "taken_rows": list(self._taken_rows),
+            "batches": list(self._batches),
+            "waited_s": list(self._waited_s),
+            "longest_wait_s": list(self._longest_s),
             "cpu_s": {kind.name.lower(): value for kind, value in self._cpu_s.items()},
             "hidden_s": {kind.name.lower(): value for kind, value in self._hidden_s.items()},
         }

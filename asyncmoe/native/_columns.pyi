@@ -24,7 +24,9 @@ def route(
     per_expert: bool,
     slots: Array,
     epochs: Array,
-) -> tuple[Array, list[tuple[int, int, int, bytes, Array | None]]]: ...
+    stage: int,
+    hidden: Any,
+) -> tuple[Array, list[tuple[int, Any]]]: ...
 def expert_batch(
     parcels: Sequence[tuple[int, int, int, Block]],
     local: Array,
@@ -43,6 +45,48 @@ def gather_rows(
     pool: Array,
     block_tokens: int,
 ) -> tuple[Any, ...]: ...
+
+# microqueue.py, outbox.py, home.py, receptor.py: used like the classes there
+class Taken:
+    rows: int
+    payloads: list[Any]
+    def columns(self, local: Array, local_experts: int, per_expert: bool) -> tuple[Any, ...]: ...
+    def read(self, held_rows: Array) -> None: ...
+
+class Queues:
+    def __init__(self, chain: Any) -> None: ...
+
+class Outboxes:
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        window_rows: int,
+        parcel_rows: int,
+        row_bytes: int,
+        post: Any,
+        sent_rows: Array,
+    ) -> None: ...
+
+class Homecoming:
+    def __init__(
+        self, table: Any, chunks: Any, queues: Queues, now_s: Any, see_to_arrivals: Any
+    ) -> None: ...
+    def take_in(self, parcel: Any, release: Any) -> None: ...
+
+class Intake:
+    is_open: bool
+    def __init__(
+        self,
+        receptor: Any,
+        queues: Any,
+        outboxes: Any,
+        homecoming: Homecoming | None,
+        notify: Any,
+        other: Any,
+        failed: Any,
+    ) -> None: ...
+    def take(self, arrival: Any) -> None: ...
 
 # tokentable.py, chunks.py, policy.py
 def accept(

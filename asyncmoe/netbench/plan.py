@@ -17,6 +17,7 @@ FOCUS_BYTES = 180 * KIB  # 32 rows of 2880 in bfloat16: what ranks mostly send
 SWEEP_BYTES = (4 * KIB, 16 * KIB, 64 * KIB, FOCUS_BYTES, MIB, 4 * MIB, 16 * MIB)
 PATTERNS = ("pairs", "fan-in")
 _POLL_S = 0.005
+_GROUPS = 4  # that are in flight, at the least, where the depth allows it
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +92,9 @@ class FolderDirectory:
 
     def _path(self, key: str) -> Path:
         return self._folder / key.replace("/", "-")
+
+
+def group_of(depth: int) -> int:
+    """How many parcels are acknowledged together: up to a quarter of what is in flight, so that
+    sender and receiver work at the same time."""
+    return next(size for size in range(max(1, depth // _GROUPS), 0, -1) if depth % size == 0)

@@ -21,7 +21,7 @@ import uvloop
 
 from asyncmoe import registry
 from asyncmoe.errors import AsyncMoeError
-from asyncmoe.netbench.plan import Case, FolderDirectory, Plan
+from asyncmoe.netbench.plan import Case, FolderDirectory, Plan, group_of
 from asyncmoe.netbench.raw import make_raw
 from asyncmoe.packed import pack
 from asyncmoe.transport import (
@@ -40,7 +40,6 @@ _RAW_S = 60.0
 _ROWS, _TOP_K = 32, 4
 _ACK, _BARRIER = b"A", b"B"
 _SETTLE_S = 0.3  # before a rank counts as idle
-_GROUPS = 4  # that are in flight, at the least, where the depth allows it
 _FEWEST = 8  # parcels of a round, or twice the depth
 _MOST_RAW = 200_000  # transfers of a raw stack in one round
 
@@ -56,8 +55,8 @@ class Flow:
         self._post_to, self._depth, self._seconds = transport.post, depth, seconds
         self._group = group_of(depth)
         self._left = -(-max(_FEWEST, 2 * depth) // self._group)  # groups to be sent at the least
-        self._posted_s: list[float] = []  # in the order posted
-        self._acknowledged_s: list[float] = []  # of each group, likewise
+        self._posted_s: list[float] = []  # of each group, in the order posted
+        self._acknowledged_s: list[float] = []  # likewise
         self._begin_s = 0.0
 
     def begin(self) -> None:
@@ -72,33 +71,26 @@ class Flow:
         self._acknowledged_s.append(now_s)
         if self._left > 0 or now_s < self._begin_s + self._seconds:
             self._post()
-        elif len(self._acknowledged_s) * self._group == len(self._posted_s):
+        elif len(self._acknowledged_s) == len(self._posted_s):
             self.over.set_result(None)
 
     def _post(self) -> None:
         """One group."""
         self._left -= 1
         post, target, parcel = self._post_to, self.target, self._parcel
-        posted, now = self._posted_s.append, time.perf_counter
+        self._posted_s.append(time.perf_counter())
         for _ in range(self._group):
-            posted(now())
             post(target, parcel)
 
     def report(self) -> dict[str, Any]:
         """How much in which time, and how long each took to be acknowledged."""
-        took_s = np.repeat(self._acknowledged_s, self._group) - self._posted_s
+        took_s = np.subtract(self._acknowledged_s, self._posted_s)
         return {
-            "count": len(took_s),
+            "count": len(took_s) * self._group,
             "seconds": self._acknowledged_s[-1] - self._begin_s,
             "p50_us": float(np.percentile(took_s, 50)) * 1e6,
             "p99_us": float(np.percentile(took_s, 99)) * 1e6,
         }
-
-
-def group_of(depth: int) -> int:
-    """How many parcels are acknowledged together: up to a quarter of what is in flight, so that
-    sender and receiver work at the same time."""
-    return next(size for size in range(max(1, depth // _GROUPS), 0, -1) if depth % size == 0)
 
 
 class Station(Receiver):

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from asyncmoe.netbench.plan import group_of
 from asyncmoe.transport import Directory, Limits, TransportContext
 
 _ACK = b"x" * 64
@@ -133,7 +134,8 @@ class Memcpy(Raw):
 
 
 class Gloo(Raw):
-    """Gloo's sends and receives between two ranks, each waited for in turn."""
+    """Gloo's sends and receives between two ranks. Receives are posted ahead; each quarter of a
+    depth is acknowledged with a byte, as a send ends when the kernel has the payload."""
 
     async def _open(self) -> None:
         import torch.distributed
@@ -152,20 +154,43 @@ class Gloo(Raw):
 
     async def run(self, size: int, depth: int, count: int) -> float | None:
         """See `Raw`."""
-        first = self._rank == 0
-        begin = self._group.send if first else self._group.recv
-        ring = [torch.zeros(size, dtype=torch.uint8) for _ in range(1 if first else depth)]
-        under_way: deque[Any] = deque()
+        group = group_of(depth)
+        groups = -(-count // group)
+        if self._rank == 1:
+            self._take(size, depth // group, group, groups)
+            return None
+        payload, told = torch.zeros(size, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+        send, receive = self._group.send, self._group.recv
+        under_way: deque[tuple[Any, list[Any]]] = deque()  # acknowledgement, and what for
         begin_s = time.perf_counter()
-        for number in range(count):
-            if len(under_way) == depth:
-                under_way.popleft().wait()
-            under_way.append(begin([ring[number % len(ring)]], 1 - self._rank, 0))
-        while under_way:
-            under_way.popleft().wait()
-        end = torch.zeros(1)
-        (self._group.recv if first else self._group.send)([end], 1 - self._rank, 1).wait()
-        return time.perf_counter() - begin_s if first else None
+        for _ in range(groups):
+            if len(under_way) == depth // group:
+                under_way[0][0].wait()
+                under_way.popleft()
+            sends = [send([payload], 1, 0) for _ in range(group)]
+            under_way.append((receive([told], 1, 1), sends))
+        for acknowledged, _ in under_way:
+            acknowledged.wait()
+        return (time.perf_counter() - begin_s) * count / (groups * group)
+
+    def _take(self, size: int, ahead: int, group: int, groups: int) -> None:
+        """All of them, with `ahead` groups of receives posted."""
+        receive, send = self._group.recv, self._group.send
+        rings = [[torch.zeros(size, dtype=torch.uint8) for _ in range(group)] for _ in range(ahead)]
+        told = torch.zeros(1, dtype=torch.uint8)
+        posted = deque([receive([each], 0, 0) for each in ring] for ring in rings[:groups])
+        telling: deque[Any] = deque()
+        for number in range(groups):
+            for each in posted[0]:
+                each.wait()
+            posted.popleft()
+            if number + ahead < groups:
+                posted.append([receive([each], 0, 0) for each in rings[number % ahead]])
+            telling.append(send([told], 0, 1))
+            if len(telling) > ahead:  # complete long ago
+                telling.popleft()
+        for each in telling:
+            each.wait()
 
     async def close(self) -> None:
         """See `Raw`."""

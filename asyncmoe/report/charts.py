@@ -43,7 +43,7 @@ def throughput_against_itl(results: Results) -> str:
 
 
 def itl_distribution(results: Results) -> str:
-    """The gaps between tokens, as shares in bins of equal ratio.
+    """How many of the gaps between tokens are at most so long.
 
     Of every run, or where those are too many of each series the one with the most tokens/s.
     """
@@ -57,16 +57,14 @@ def itl_distribution(results: Results) -> str:
         }
         runs = [fastest[name] for name in series_colours(runs)]
         note = "<span>of each series the run with most tokens/s</span>"
-    middles, shares = {}, {}
+    edges, upto = {}, {}
     for run in runs:
-        edges = np.array(run.metrics["itl_histogram"]["edges_ms"])
-        share = np.array(run.metrics["itl_histogram"]["share"])
-        # Per doubling, so that runs with bins of different widths compare.
-        shares[run.name] = (100 * share / np.diff(np.log2(edges))).tolist()
-        middles[run.name] = np.sqrt(edges[1:] * edges[:-1]).tolist()
+        histogram = run.metrics["itl_histogram"]
+        edges[run.name] = histogram["edges_ms"]
+        upto[run.name] = [0.0, *(100 * np.cumsum(histogram["share"])).tolist()]
     chart = Chart(
-        logarithmic("time between tokens (ms)", [x for each in middles.values() for x in each]),
-        linear("% of tokens per doubling", [y for each in shares.values() for y in each]),
+        logarithmic("time between tokens (ms)", [x for each in edges.values() for x in each]),
+        linear("% of tokens within that time", [100.0]),
     )
     by_series = series_colours(results.runs)
     alike = len({run.series for run in runs}) < len(runs)
@@ -75,7 +73,7 @@ def itl_distribution(results: Results) -> str:
         for index, run in enumerate(runs)
     }
     for name, shade in shades.items():
-        chart.line(middles[name], shares[name], shade)
+        chart.line(edges[name], upto[name], shade)
     return figure("ITL distribution", chart.svg("distribution of ITL"), legend(shades) + note)
 
 
@@ -165,20 +163,16 @@ def links(run: Run) -> str:
     if matrix.size < 2 or not matrix.any():
         return ""
     capacity = data["capacity_bytes_per_s"]
-    top = capacity or float(matrix.max())
-    ranks = len(matrix)
+    top, ranks = float(matrix.max()), len(matrix)
     chart = Chart(Axis("to rank", 0, ranks), Axis("from rank", ranks, 0))
     shade = np.tile(np.array([[124, 77, 200]], np.uint8), (ranks, 1))
     chart.image(opacity_picture(matrix / top, shade))
     source, target = np.unravel_index(int(matrix.argmax()), matrix.shape)
-    used = f", {100 * matrix.max() / capacity:.1f} % of the link" if capacity else ""
+    used = f", {100 * top / capacity:.2g} % of the link" if capacity else ""
     step = max(1, -(-ranks // 8))
     marks = [(rank + 0.5, str(data["ranks"][rank])) for rank in range(0, ranks, step)]
     busiest = f"{data['ranks'][source]} to {data['ranks'][target]}"
-    note = (
-        f"<span>full colour: {short(top)}B/s{' (the link)' if capacity else ''}; "
-        f"busiest: {busiest}, {short(float(matrix.max()))}B/s{used}</span>"
-    )
+    note = f"<span>full colour: the busiest, {busiest}, with {short(top)}B/s{used}</span>"
     return figure("Link utilisation (payload)", chart.svg("bytes by link", marks, marks), note)
 
 

@@ -10,27 +10,12 @@
 namespace columns {
 namespace {
 
-struct Segment {
-    int64_t source;
-    py::ssize_t rows, pairs;
-    std::unique_ptr<Bytes> block;
-
-    explicit Segment(py::handle parcel) {
-        const auto fields = py::cast<py::tuple>(parcel);
-        source = fields[0].cast<int64_t>();
-        rows = fields[1].cast<py::ssize_t>();
-        pairs = fields[2].cast<py::ssize_t>();
-        block = std::make_unique<Bytes>(fields[3]);
-        if (!is_dispatch(block->size(), rows, pairs)) {
-            throw py::value_error("a block does not fit its rows and pairs");
-        }
-    }
-
-    Dispatch<const uint8_t> columns() const { return {block->data(), rows, pairs}; }
-};
+Dispatch<const uint8_t> columns_of(const Dispatched& parcel) {
+    return {parcel.block->data(), parcel.rows, parcel.pairs};
+}
 
 // Writes the way back of consecutive segments of one home: [first, last).
-py::tuple way_back(const std::vector<Segment>& segments, size_t first, size_t last,
+py::tuple way_back(const std::vector<Dispatched>& segments, size_t first, size_t last,
                    bool per_expert) {
     py::ssize_t rows = 0, pairs = 0;
     for (size_t i = first; i < last; ++i) {
@@ -43,7 +28,7 @@ py::tuple way_back(const std::vector<Segment>& segments, size_t first, size_t la
     const Combine<uint8_t> out(data, out_rows);
     py::ssize_t next = 0;
     for (size_t i = first; i < last; ++i) {
-        const auto in = segments[i].columns();
+        const auto in = columns_of(segments[i]);
         py::ssize_t pair = 0;
         for (py::ssize_t row = 0; row < segments[i].rows; ++row) {
             const py::ssize_t fanout = in.fanout[row];
@@ -60,23 +45,39 @@ py::tuple way_back(const std::vector<Segment>& segments, size_t first, size_t la
 
 }  // namespace
 
-py::tuple expert_batch(const py::list& parcels, py::handle local_array, py::ssize_t local_experts,
+Dispatched::Dispatched(int64_t source, py::ssize_t rows, py::ssize_t pairs, py::handle block)
+    : source(source), rows(rows), pairs(pairs), block(std::make_unique<Bytes>(block)) {
+    if (!is_dispatch(this->block->size(), rows, pairs)) {
+        throw py::value_error("a block does not fit its rows and pairs");
+    }
+}
+
+py::tuple expert_batch(const py::list& parcels, py::handle local, py::ssize_t local_experts,
                        bool per_expert) {
-    const auto local = column<int64_t>(local_array, "local");
-    std::vector<Segment> segments;
-    py::ssize_t rows = 0, pairs = 0, width = 1;
+    std::vector<Dispatched> segments;
     for (const py::handle parcel : parcels) {
-        segments.emplace_back(parcel);
-        rows += segments.back().rows;
-        pairs += segments.back().pairs;
+        const auto fields = py::cast<py::tuple>(parcel);
+        segments.emplace_back(fields[0].cast<int64_t>(), fields[1].cast<py::ssize_t>(),
+                              fields[2].cast<py::ssize_t>(), fields[3]);
+    }
+    return expert_columns(segments, local, local_experts, per_expert);
+}
+
+py::tuple expert_columns(const std::vector<Dispatched>& segments, py::handle local_array,
+                         py::ssize_t local_experts, bool per_expert) {
+    const auto local = column<int64_t>(local_array, "local");
+    py::ssize_t rows = 0, pairs = 0, width = 1;
+    for (const Dispatched& segment : segments) {
+        rows += segment.rows;
+        pairs += segment.pairs;
     }
     Fresh<int64_t> counts(local_experts);
     std::fill_n(counts.data, local_experts, 0);
     std::vector<int64_t> expert_of_pair;  // -1 for a pair of weight 0, which adds nothing
     expert_of_pair.reserve(pairs);
     py::ssize_t counted = 0;
-    for (const Segment& segment : segments) {
-        const auto in = segment.columns();
+    for (const Dispatched& segment : segments) {
+        const auto in = columns_of(segment);
         int64_t total = 0;
         for (py::ssize_t row = 0; row < segment.rows; ++row) {
             const int64_t fanout = in.fanout[row];
@@ -108,8 +109,8 @@ py::tuple expert_batch(const py::list& parcels, py::handle local_array, py::ssiz
     Fresh<float> weight(counted);
     std::fill_n(gather.data, (per_expert ? pairs : rows) * width, -1);
     py::ssize_t row = 0, pair = 0;
-    for (const Segment& segment : segments) {
-        const auto in = segment.columns();
+    for (const Dispatched& segment : segments) {
+        const auto in = columns_of(segment);
         const py::ssize_t begin = pair;
         for (py::ssize_t i = 0; i < segment.rows; ++i, ++row) {
             for (py::ssize_t j = 0; j < in.fanout[i]; ++j, ++pair) {

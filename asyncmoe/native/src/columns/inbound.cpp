@@ -3,28 +3,11 @@
 #include <cstring>
 #include <utility>
 
+#include "members.h"
 #include "wire.h"
 
 namespace columns {
 namespace {
-
-struct Attributes {
-    PyObject* const kind = PyUnicode_InternFromString("kind");
-    PyObject* const stage = PyUnicode_InternFromString("stage");
-    PyObject* const count = PyUnicode_InternFromString("count");
-    PyObject* const pairs = PyUnicode_InternFromString("pairs");
-    PyObject* const block = PyUnicode_InternFromString("block");
-    PyObject* const payload = PyUnicode_InternFromString("payload");
-    PyObject* const credits = PyUnicode_InternFromString("credits");
-    PyObject* const source = PyUnicode_InternFromString("source");
-    PyObject* const parcel = PyUnicode_InternFromString("parcel");
-    PyObject* const release = PyUnicode_InternFromString("release");
-};
-
-const Attributes& attributes() {
-    static const Attributes found;
-    return found;
-}
 
 // The receiver's faults are not the peer's, and go to the loop; a ProtocolError is the peer's.
 template <typename F>
@@ -95,11 +78,11 @@ void Inbound::arrived(const Transfer& transfer) {
 }
 
 void Inbound::deliver(const Transfer& transfer, const py::object& parcel) {
-    const Attributes& names_of = attributes();
+    const auto& of = members().arrival;
     const py::object arrival = blank(names().arrival), on_parcel = on_parcel_;
-    set(arrival, names_of.source, source_object_);
-    set(arrival, names_of.parcel, parcel);
-    set(arrival, names_of.release, get(py::cast(transfer.lease), names_of.release));
+    of.source.set(arrival.ptr(), source_object_);
+    of.parcel.set(arrival.ptr(), parcel);
+    of.release.set(arrival.ptr(), releaser(transfer.lease));
     try {
         guard(source_object_, [&] { call(on_parcel, arrival); });
     } catch (py::error_already_set&) {  // the receiver refused the parcel
@@ -142,17 +125,18 @@ void Inbound::check_order(const Prelude& head) {
 
 // The twin is `decode_parcel` in asyncmoe/wire.py.
 py::object Inbound::parcel_of(const Transfer& transfer) const {
-    const Attributes& names_of = attributes();
+    const auto& of = members().parcel;
     const Prelude& head = transfer.head;
     const py::object parcel = blank(names().packed_parcel);
-    set(parcel, names_of.kind, names().kinds[head.parcel_class]);
-    set(parcel, names_of.stage, py::int_(head.stage));
-    set(parcel, names_of.count, py::int_(head.rows));
-    set(parcel, names_of.pairs, py::int_(head.pairs));
-    set(parcel, names_of.block, transfer.columns);
-    set(parcel, names_of.payload,
-        transfer.lease->block().rows(names().dtypes[head.dtype], head.rows, head.hidden));
-    set(parcel, names_of.credits, py::int_(head.credits));
+    PyObject* const object = parcel.ptr();
+    of.kind.set(object, names().kinds[head.parcel_class]);
+    of.stage.set(object, py::int_(head.stage));
+    of.count.set(object, py::int_(head.rows));
+    of.pairs.set(object, py::int_(head.pairs));
+    of.block.set(object, transfer.columns);
+    of.payload.set(object, transfer.lease->block().rows(names().dtypes[head.dtype], head.rows,
+                                                        head.hidden));
+    of.credits.set(object, py::int_(head.credits));
     const Bytes bytes(transfer.columns);
     if (bytes.size() != static_cast<py::ssize_t>(head.column_bytes) ||
         (head.parcel_class == kDispatch && head.rows != 0 &&

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "function.h"
 #include "memory.h"
 
 namespace columns {
@@ -116,6 +117,13 @@ void Pool::reclaim(const std::shared_ptr<Block>& block, bool reuse) {
         idle_[power_of(block->size)].push_back(block);
         idle_bytes_ += block->size;
     }
+}
+
+py::object releaser(std::shared_ptr<Lease> lease) {
+    return function<0>([lease = std::move(lease)](PyObject* const*) -> py::object {
+        lease->release();
+        return py::none();
+    });
 }
 
 void bind_lease(py::module_& m) {

@@ -97,6 +97,9 @@ class Pool : public std::enable_shared_from_this<Pool> {
     int64_t blocks_ = 0, idle_bytes_ = 0;
 };
 
+// What releases a lease, as a Python callable without arguments.
+py::object releaser(std::shared_ptr<Lease> lease);
+
 void bind_lease(py::module_& m);
 
 }  // namespace columns

@@ -4,19 +4,27 @@
 #include "chunks.h"
 #include "draws.h"
 #include "experts.h"
+#include "function.h"
 #include "inbound.h"
+#include "intake.h"
 #include "lease.h"
+#include "matched.h"
 #include "memory.h"
+#include "model_link.h"
 #include "nixl_receiving.h"
 #include "nixl_sending.h"
 #include "outbound.h"
+#include "outboxes.h"
 #include "payload.h"
 #include "policy.h"
+#include "queues.h"
 #include "routing.h"
 #include "reader.h"
 #include "rows.h"
+#include "shm_port.h"
 #include "shm_receiver.h"
 #include "shm_sender.h"
+#include "timeline.h"
 #include "tokens.h"
 #include "wire.h"
 #include "writer.h"
@@ -38,13 +46,21 @@ PYBIND11_MODULE(_columns, m) {
     m.def("draw_distinct", &draw_distinct);
     m.def("memory", &memory);
     m.def("look", &look);
+    m.def("by_key", &by_key);
     bind_lease(m);
     bind_inbound(m);
     bind_outbound(m);
+    bind_queues(m);
+    bind_outboxes(m);
+    bind_intake(m);
     bind_reader(m);
     bind_writer(m);
+    bind_matched(m);
     bind_nixl_sending(m);
     bind_nixl_receiving(m);
     bind_shm_sender(m);
     bind_shm_receiver(m);
+    bind_shm_port(m);
+    bind_timeline(m);
+    bind_model_link(m);
 }

@@ -12,6 +12,8 @@ Names* look_up() {
     found->arrival = transport.attr("Arrival");
     found->parcel = transport.attr("Parcel");
     found->posted = transport.attr("Posted");
+    found->tensor = module("torch").attr("Tensor");
+    found->tensor_type = reinterpret_cast<PyTypeObject*>(found->tensor.ptr());
     found->packed_parcel = packed.attr("PackedParcel");
     found->pack = packed.attr("pack");
     for (int kind = 1; kind < kClasses; ++kind) {

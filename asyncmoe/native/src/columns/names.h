@@ -6,7 +6,8 @@
 namespace columns {
 
 struct Names {
-    py::object arrival, parcel, packed_parcel, posted;  // classes
+    py::object arrival, parcel, packed_parcel, posted, tensor;  // classes
+    PyTypeObject* tensor_type;
     py::object kinds[kClasses], dtypes[kDtypes + 1];     // by class, by code
     py::object lease_states;                             // tuple, in order
     py::object pack, rows_of, encode_parcel, decode_prelude, check_parcel, refuse_order,

@@ -4,53 +4,16 @@
 #include <memory>
 #include <utility>
 
+#include "members.h"
+#include "tensor.h"
+
 namespace columns {
 namespace {
 
-struct Attributes {
-    PyObject* const kind = PyUnicode_InternFromString("kind");
-    PyObject* const stage = PyUnicode_InternFromString("stage");
-    PyObject* const count = PyUnicode_InternFromString("count");
-    PyObject* const pairs = PyUnicode_InternFromString("pairs");
-    PyObject* const block = PyUnicode_InternFromString("block");
-    PyObject* const payload = PyUnicode_InternFromString("payload");
-    PyObject* const credits = PyUnicode_InternFromString("credits");
-    PyObject* const dtype = PyUnicode_InternFromString("dtype");
-    PyObject* const shape = PyUnicode_InternFromString("shape");
-    PyObject* const is_cpu = PyUnicode_InternFromString("is_cpu");
-    PyObject* const is_contiguous = PyUnicode_InternFromString("is_contiguous");
-    PyObject* const data_ptr = PyUnicode_InternFromString("data_ptr");
-    PyObject* const source_free = PyUnicode_InternFromString("source_free");
-    PyObject* const error = PyUnicode_InternFromString("error");
-    PyObject* const callback = PyUnicode_InternFromString("_callback");
-};
-
-const Attributes& attributes() {
-    static const Attributes found;
-    return found;
-}
-
-// A method without arguments.
-py::object invoke(py::handle object, PyObject* method) {
-    PyObject* of[] = {nullptr, object.ptr()};
-    PyObject* result = PyObject_VectorcallMethod(
-        method, of + 1, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
-    if (result == nullptr) throw py::error_already_set();
-    return py::reinterpret_steal<py::object>(result);
-}
-
-// An attribute for which `__getattr__` is not to be asked, nor looked for.
-py::object slot(py::handle object, PyObject* name) {
-    PyObject* value = PyObject_GenericGetAttr(object.ptr(), name);
-    if (value == nullptr) throw py::error_already_set();
-    return py::reinterpret_steal<py::object>(value);
-}
-
-// Such an attribute that is a whole number; false if it is none that fits.
+// A member of a parcel that is a whole number; false if it is none that fits.
 template <typename T>
-bool whole(py::handle object, PyObject* name, T* value) {
-    const py::object found = slot(object, name);
-    const long long number = PyLong_AsLongLong(found.ptr());
+bool whole(const Member& member, PyObject* parcel, T* value) {
+    const long long number = PyLong_AsLongLong(member.of(parcel));
     if (number == -1 && PyErr_Occurred()) {
         PyErr_Clear();
         return false;
@@ -59,63 +22,46 @@ bool whole(py::handle object, PyObject* name, T* value) {
     return number >= 0 && static_cast<long long>(*value) == number;
 }
 
-uint8_t code_of(const py::object& dtype) {
-    for (uint8_t code = 1; code <= kDtypes; ++code) {
-        if (names().dtypes[code].ptr() == dtype.ptr()) return code;
-    }
-    return 0;
-}
-
 // Dtype, shape and memory of a payload; false if it is not contiguous rows of a dtype of ours.
 bool describe(const py::object& tensor, Prelude* head, Payload* payload) {
-    const Attributes& names_of = attributes();
-    head->dtype = code_of(get(tensor, names_of.dtype));
-    const py::object shape = get(tensor, names_of.shape);
-    if (head->dtype == 0 || !PyTuple_Check(shape.ptr()) || PyTuple_GET_SIZE(shape.ptr()) != 2 ||
-        invoke(tensor, names_of.is_contiguous).ptr() != Py_True) {
+    TensorRows found;
+    if (!describe(tensor, &found) || found.rows != head->rows || found.hidden < 0 ||
+        found.hidden > 0xffffffffll) {
         return false;
     }
-    const long long rows = PyLong_AsLongLong(PyTuple_GET_ITEM(shape.ptr(), 0));
-    const long long hidden = PyLong_AsLongLong(PyTuple_GET_ITEM(shape.ptr(), 1));
-    if (rows != head->rows || hidden < 0 || hidden > 0xffffffffll) return false;
-    head->hidden = static_cast<uint32_t>(hidden);
+    head->dtype = found.dtype;
+    head->hidden = static_cast<uint32_t>(found.hidden);
     head->payload_bytes = uint64_t{head->rows} * head->hidden * item_bytes(head->dtype);
-    payload->owner = tensor;
-    payload->size = head->payload_bytes;
-    payload->data = nullptr;
-    if (get(tensor, names_of.is_cpu).ptr() == Py_True) {
-        const py::object address = invoke(tensor, names_of.data_ptr);
-        payload->data = static_cast<const uint8_t*>(PyLong_AsVoidPtr(address.ptr()));
-    }
+    *payload = {tensor, found.data, head->payload_bytes};
     return true;
 }
 
 py::object new_posted(PyObject* source_free) {
-    const Attributes& names_of = attributes();
+    const auto& of = members().posted;
     py::object posted = blank(names().posted);
-    set(posted, names_of.source_free, source_free);
-    set(posted, names_of.error, Py_None);
-    set(posted, names_of.callback, Py_None);
+    of.source_free.set(posted.ptr(), source_free);
+    of.error.set(posted.ptr(), Py_None);
+    of.callback.set(posted.ptr(), Py_None);
     return posted;
 }
 
 // As `Posted.complete` without an error.
 void complete(const py::object& posted) {
-    const Attributes& names_of = attributes();
-    if (get(posted, names_of.source_free).ptr() == Py_True) return;
-    set(posted, names_of.source_free, Py_True);
-    const py::object callback = get(posted, names_of.callback);
+    const auto& of = members().posted;
+    if (of.source_free.of(posted.ptr()) == Py_True) return;
+    of.source_free.set(posted.ptr(), Py_True);
+    const auto callback = py::reinterpret_borrow<py::object>(of.callback.of(posted.ptr()));
     if (callback.is_none()) return;
     call(callback, posted);
-    set(posted, names_of.callback, Py_None);
+    of.callback.set(posted.ptr(), Py_None);
 }
 
 }  // namespace
 
 Outbound::Frame Outbound::frame(py::handle parcel) const {
-    const Attributes& names_of = attributes();
-    const bool is_packed = Py_TYPE(parcel.ptr()) ==
-                           reinterpret_cast<PyTypeObject*>(names().packed_parcel.ptr());
+    const auto& of = members().parcel;
+    const bool is_packed = Py_IS_TYPE(
+        parcel.ptr(), reinterpret_cast<PyTypeObject*>(names().packed_parcel.ptr()));
     const py::object packed = is_packed ? py::reinterpret_borrow<py::object>(parcel)
                                         : call(names().pack, parcel);
     Frame frame{};
@@ -123,13 +69,16 @@ Outbound::Frame Outbound::frame(py::handle parcel) const {
     head.kind = kParcel;
     head.source = rank_;
     head.generation = generation_;
-    const bool plain = whole(packed, names_of.kind, &head.parcel_class) &&
-                       whole(packed, names_of.stage, &head.stage) &&
-                       whole(packed, names_of.count, &head.rows) &&
-                       whole(packed, names_of.pairs, &head.pairs) &&
-                       whole(packed, names_of.credits, &head.credits) &&
-                       describe(slot(packed, names_of.payload), &head, &frame.payload);
-    frame.columns = slot(packed, names_of.block);
+    const auto member = [&](const Member& which) {
+        return py::reinterpret_borrow<py::object>(which.of(packed.ptr()));
+    };
+    const bool plain = whole(of.kind, packed.ptr(), &head.parcel_class) &&
+                       whole(of.stage, packed.ptr(), &head.stage) &&
+                       whole(of.count, packed.ptr(), &head.rows) &&
+                       whole(of.pairs, packed.ptr(), &head.pairs) &&
+                       whole(of.credits, packed.ptr(), &head.credits) &&
+                       describe(member(of.payload), &head, &frame.payload);
+    frame.columns = member(of.block);
     const py::ssize_t size = PyObject_Size(frame.columns.ptr());
     head.column_bytes = static_cast<uint32_t>(size);
     if (!plain || size != static_cast<py::ssize_t>(head.column_bytes) ||

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "checksum.h"
+
 namespace columns {
 namespace {
 
@@ -11,36 +13,7 @@ constexpr uint8_t kMagic[4] = {'a', 'M', 'o', 'E'};
 constexpr uint8_t kVersion = 1;
 constexpr uint8_t kItemBytes[kDtypes + 1] = {0, 4, 2, 2, 1, 1, 4, 8};
 constexpr uint64_t kMostFanout = 255;
-constexpr py::ssize_t kHeadBytes = 60;
-
-// CRC-32 of zlib, four bytes at a time.
-struct Tables {
-    uint32_t of[4][256];
-
-    Tables() {
-        for (uint32_t i = 0; i < 256; ++i) {
-            uint32_t crc = i;
-            for (int bit = 0; bit < 8; ++bit) crc = (crc >> 1) ^ (crc & 1 ? 0xedb88320 : 0);
-            of[0][i] = crc;
-        }
-        for (int t = 1; t < 4; ++t) {
-            for (int i = 0; i < 256; ++i) of[t][i] = of[0][of[t - 1][i] & 255] ^ (of[t - 1][i] >> 8);
-        }
-    }
-};
-
-uint32_t checksum(const uint8_t* data) {
-    static const Tables tables;
-    uint32_t crc = 0xffffffff;
-    for (py::ssize_t i = 0; i < kHeadBytes; i += 4) {
-        uint32_t word;
-        std::memcpy(&word, data + i, sizeof word);
-        crc ^= word;
-        crc = tables.of[3][crc & 255] ^ tables.of[2][crc >> 8 & 255] ^
-              tables.of[1][crc >> 16 & 255] ^ tables.of[0][crc >> 24];
-    }
-    return ~crc;
-}
+static_assert(kChecksummedBytes + sizeof(uint32_t) == kPreludeBytes);
 
 }  // namespace
 
@@ -103,12 +76,12 @@ void write_prelude(const Prelude& p, uint8_t* out) {
     out[4] = kVersion;
     each_field(p, [&](auto& field, int at) { std::memcpy(out + at, &field, sizeof field); });
     const uint32_t crc = checksum(out);
-    std::memcpy(out + kHeadBytes, &crc, sizeof crc);
+    std::memcpy(out + kChecksummedBytes, &crc, sizeof crc);
 }
 
 bool read_prelude(const uint8_t* in, Prelude* p) {
     uint32_t stated;
-    std::memcpy(&stated, in + kHeadBytes, sizeof stated);
+    std::memcpy(&stated, in + kChecksummedBytes, sizeof stated);
     each_field(*p, [&](auto& field, int at) { std::memcpy(&field, in + at, sizeof field); });
     return std::memcmp(in, kMagic, sizeof kMagic) == 0 && in[4] == kVersion &&
            stated == checksum(in);

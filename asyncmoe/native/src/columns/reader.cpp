@@ -7,6 +7,8 @@
 #include <cstring>
 #include <utility>
 
+#include "function.h"
+
 namespace columns {
 namespace {
 
@@ -35,7 +37,22 @@ void Reader::stop() {
     on_parcel_ = on_signal_ = py::none();
 }
 
+py::object Reader::on_readable(py::object on_read, py::object on_trouble) {
+    return function<0>([reader = shared_from_this(), on_read = std::move(on_read),
+                        on_trouble = std::move(on_trouble)](PyObject* const*) -> py::object {
+        try {
+            const int more = reader->read();
+            return more == 0 ? py::none() : call(on_read, py::int_(more));
+        } catch (py::error_already_set& error) {
+            if (!error.matches(PyExc_Exception)) throw;
+            const py::object value = error.value();
+            return call(on_trouble, value);
+        }
+    });
+}
+
 int Reader::read() {
+    ++reads_;
     py::ssize_t budget = kBytesPerRead;
     for (int call = 0; call < kCallsPerRead && budget > 0; ++call) {
         if (fd_ < 0) return 0;
@@ -161,9 +178,11 @@ void Reader::finish() {
 }
 
 void bind_reader(py::module_& m) {
-    py::class_<Reader>(m, "Reader")
+    py::class_<Reader, std::shared_ptr<Reader>>(m, "Reader")
         .def(py::init<int, std::shared_ptr<Inbound>, bool, py::object, py::object>())
         .def("read", &Reader::read)
+        .def("on_readable", &Reader::on_readable)
+        .def_property_readonly("reads", &Reader::reads)
         .def("stop", &Reader::stop);
 }
 

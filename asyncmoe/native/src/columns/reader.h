@@ -10,7 +10,7 @@
 
 namespace columns {
 
-class Reader {
+class Reader : public std::enable_shared_from_this<Reader> {
   public:
     Reader(int fd, std::shared_ptr<Inbound> inbound, bool whole, py::object on_parcel,
            py::object on_signal);
@@ -18,6 +18,8 @@ class Reader {
     // See the twin: 1 if there may be more, 0 if not for now, -1 at the end.
     int read();
     void stop();
+    py::object on_readable(py::object on_read, py::object on_trouble);
+    uint64_t reads() const { return reads_; }
 
   private:
     struct Part {
@@ -32,6 +34,7 @@ class Reader {
     void finish();
 
     int fd_;  // -1: stopped
+    uint64_t reads_ = 0;
     const std::shared_ptr<Inbound> inbound_;
     const bool whole_;
     py::object on_parcel_, on_signal_;  // until it is stopped

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "block.h"
+#include "parcel.h"
 
 namespace columns {
 namespace {
@@ -16,14 +17,49 @@ struct Destination {
     py::ssize_t last = -1;                // row of the batch that was counted last
     py::bytes block;
     std::optional<Dispatch<uint8_t>> columns;
-    std::optional<Fresh<int64_t>> index;  // rows of the batch, unless it gets them all
+    py::ssize_t first = 0;                // of its rows among those of all that do not get all
 };
+
+struct Attributes {
+    PyObject* const index_select = PyUnicode_InternFromString("index_select");
+    PyObject* const split = PyUnicode_InternFromString("split_with_sizes");
+    const py::object from_numpy = py::module_::import("torch").attr("from_numpy");
+    const py::object rows = py::int_(0);  // the dimension
+};
+
+const Attributes& attributes() {
+    static const Attributes* const found = new Attributes;
+    return *found;
+}
+
+// The rows of `hidden` that go to each destination, in order: one copy for all of them that do not
+// get every row.
+py::list payloads_of(const std::vector<Destination>& to, py::ssize_t rows, const py::object& hidden,
+                     const Fresh<int64_t>& index) {
+    const Attributes& names_of = attributes();
+    py::list sizes, payloads;
+    for (const Destination& d : to) {
+        if (d.rows != 0 && d.rows < rows) sizes.append(d.rows);
+    }
+    py::object parts;
+    if (!sizes.empty()) {
+        const py::object copy = call_method(hidden, names_of.index_select, names_of.rows,
+                                            call(names_of.from_numpy, index.array));
+        parts = sizes.size() == 1 ? py::make_tuple(copy) : call_method(copy, names_of.split, sizes);
+    }
+    py::ssize_t next = 0;
+    for (const Destination& d : to) {
+        if (d.rows == 0) continue;
+        payloads.append(d.rows == rows ? hidden : py::object(parts[py::int_(next++)]));
+    }
+    return payloads;
+}
 
 }  // namespace
 
 py::tuple route(py::handle experts_array, py::handle weights_array, py::handle owner_array,
                 py::ssize_t world, bool per_expert, py::handle slots_array,
-                py::handle epochs_array) {
+                py::handle epochs_array, int64_t stage, const py::object& hidden) {
     const py::array experts_2d = array_of<int64_t>(experts_array, "experts", 2);
     const py::array weights_2d = array_of<float>(weights_array, "weights", 2);
     const py::ssize_t rows = experts_2d.shape(0), top_k = experts_2d.shape(1);
@@ -49,14 +85,17 @@ py::tuple route(py::handle experts_array, py::handle weights_array, py::handle o
             }
         }
     }
+    py::ssize_t copied = 0;  // rows for ranks that do not get all
     for (Destination& d : to) {
         d.last = -1;
         if (d.rows == 0) continue;
         uint8_t* data;
         d.block = new_bytes(dispatch_bytes(d.rows, d.pairs), &data);
         d.columns.emplace(data, d.rows, d.pairs);
-        if (d.rows < rows) d.index.emplace(d.rows);
+        d.first = copied;
+        if (d.rows < rows) copied += d.rows;
     }
+    Fresh<int64_t> index(copied);
 
     Fresh<int64_t> parts(rows);
     std::vector<py::ssize_t> visited;  // ranks of one row, ascending
@@ -72,7 +111,7 @@ py::tuple route(py::handle experts_array, py::handle weights_array, py::handle o
             d.columns->slot.set(d.row, static_cast<uint32_t>(slots[row]));
             d.columns->epoch.set(d.row, epochs[row]);
             d.columns->fanout.set(d.row, 0);
-            if (d.index) (*d.index)[d.row] = row;
+            if (d.rows < rows) index[d.first + d.row] = row;
             ++d.row;
         }
         for (py::ssize_t j = 0; j < top_k; ++j) {
@@ -91,14 +130,16 @@ py::tuple route(py::handle experts_array, py::handle weights_array, py::handle o
         parts[row] = per_expert ? top_k : static_cast<int64_t>(visited.size());
     }
 
-    py::list routes;
+    const py::list payloads = payloads_of(to, rows, hidden, index);
+    py::list parcels;
     for (py::ssize_t rank = 0; rank < world; ++rank) {
-        Destination& d = to[rank];
+        const Destination& d = to[rank];
         if (d.rows == 0) continue;
-        const py::object index = d.index ? py::object(d.index->array) : py::object(py::none());
-        routes.append(py::make_tuple(rank, d.rows, d.pairs, d.block, index));
+        const py::handle payload = PyList_GET_ITEM(payloads.ptr(), parcels.size());
+        parcels.append(py::make_tuple(
+            rank, make_parcel(kDispatch, stage, d.rows, d.pairs, d.block, payload)));
     }
-    return py::make_tuple(parts.array, routes);
+    return py::make_tuple(parts.array, parcels);
 }
 
 }  // namespace columns

@@ -121,14 +121,9 @@ void ShmBell::sleep() {
 void bind_shm_receiver(py::module_& m) {
     py::class_<ShmReceiver, std::shared_ptr<ShmReceiver>>(m, "ShmReceiver")
         .def(py::init<std::shared_ptr<Segment>, std::shared_ptr<Segment>, int,
-                      std::shared_ptr<Inbound>, std::shared_ptr<Pool>, py::object, py::object>())
-        .def("take", &ShmReceiver::take)
-        .def_property_readonly("pending", &ShmReceiver::pending)
-        .def("stop", &ShmReceiver::stop);
-    py::class_<ShmBell>(m, "ShmBell")
-        .def(py::init<std::shared_ptr<Segment>, std::shared_ptr<Segment>>())
-        .def("due", &ShmBell::due)
-        .def("sleep", &ShmBell::sleep);
+                      std::shared_ptr<Inbound>, std::shared_ptr<Pool>, py::object, py::object>());
+    py::class_<ShmBell, std::shared_ptr<ShmBell>>(m, "ShmBell")
+        .def(py::init<std::shared_ptr<Segment>, std::shared_ptr<Segment>>());
 }
 
 }  // namespace columns

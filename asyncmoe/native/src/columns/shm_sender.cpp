@@ -12,8 +12,8 @@ constexpr size_t kLookBack = 16;  // slots taken first are the likeliest to be b
 
 }  // namespace
 
-py::object ShmSender::post(py::handle parcel, bool at_once) {
-    Outgoing outgoing{outbound_->frame(parcel), {}, 0, -1, 0};
+py::object ShmSender::post(Outbound::Frame frame, bool at_once) {
+    Outgoing outgoing{std::move(frame), {}, 0, -1, 0};
     const Payload& payload = outgoing.frame.payload;
     if (payload.data == nullptr && payload.size != 0) {
         throw py::value_error("a payload that is not contiguous host memory");
@@ -131,14 +131,10 @@ void ShmSender::publish(const Outgoing& outgoing) {
 void bind_shm_sender(py::module_& m) {
     py::class_<Segment, std::shared_ptr<Segment>>(m, "Segment")
         .def(py::init<const py::buffer&, int64_t, int64_t, int64_t, int64_t, int64_t>());
-    py::class_<ShmSender>(m, "ShmSender")
+    py::class_<ShmSender, std::shared_ptr<ShmSender>>(m, "ShmSender")
         .def(py::init<std::shared_ptr<Segment>, std::shared_ptr<Segment>, int,
                       std::shared_ptr<Outbound>>())
-        .def("post", &ShmSender::post)
-        .def("advance", &ShmSender::advance)
-        .def("clear", &ShmSender::clear)
         .def_property_readonly("waiting", &ShmSender::waiting)
-        .def_property_readonly("may_advance", &ShmSender::may_advance)
         .def_property_readonly("generations", &ShmSender::generations);
 }
 

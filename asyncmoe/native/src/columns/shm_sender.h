@@ -24,7 +24,7 @@ class ShmSender {
           generation_(mine_->slots, 0) {}
 
     // See the twin.
-    py::object post(py::handle parcel, bool at_once);
+    py::object post(Outbound::Frame frame, bool at_once);
     bool advance();
     void clear() { queue_.clear(); }
     size_t waiting() const { return queue_.size(); }

@@ -7,6 +7,8 @@
 #include <cerrno>
 #include <utility>
 
+#include "function.h"
+
 namespace columns {
 namespace {
 
@@ -39,6 +41,26 @@ py::object Writer::post(std::shared_ptr<Outbound> outbound, py::handle parcel) {
     marks_.push_back({queued_, posted, std::move(outbound)});
     begin(was_idle);
     return posted;
+}
+
+py::object Writer::poster(std::shared_ptr<Outbound> outbound, py::object link) {
+    return function<1>([writer = shared_from_this(), outbound = std::move(outbound),
+                        link = std::move(link)](PyObject* const* arguments) {
+        static PyObject* const error = PyUnicode_InternFromString("error");
+        if (!get(link, error).is_none()) link.attr("check")();
+        return writer->post(outbound, arguments[0]);
+    });
+}
+
+py::object Writer::repeater(py::bytes frame) {
+    return function<0>([writer = shared_from_this(),
+                        frame = std::move(frame)](PyObject* const*) -> py::object {
+        const bool was_idle = writer->idle();
+        writer->add(frame, reinterpret_cast<const uint8_t*>(PyBytes_AS_STRING(frame.ptr())),
+                    static_cast<size_t>(PyBytes_GET_SIZE(frame.ptr())));
+        writer->begin(was_idle);
+        return py::none();
+    });
 }
 
 void Writer::add(py::handle buffer) {
@@ -160,10 +182,12 @@ void Writer::stop() {
 }
 
 void bind_writer(py::module_& m) {
-    py::class_<Writer>(m, "Writer")
+    py::class_<Writer, std::shared_ptr<Writer>>(m, "Writer")
         .def(py::init<int, py::object, py::object>())
         .def("send", &Writer::send, py::arg("buffers"), py::arg("on_sent") = py::none())
         .def("post", &Writer::post)
+        .def("poster", &Writer::poster)
+        .def("repeater", &Writer::repeater)
         .def("write", &Writer::write)
         .def("stop", &Writer::stop)
         .def_property_readonly("idle", &Writer::idle)

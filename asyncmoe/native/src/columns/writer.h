@@ -8,7 +8,7 @@
 
 namespace columns {
 
-class Writer {
+class Writer : public std::enable_shared_from_this<Writer> {
   public:
     Writer(int fd, py::object on_full, py::object on_fault);
     Writer(const Writer&) = delete;
@@ -18,6 +18,8 @@ class Writer {
     // See the twin.
     void send(py::handle buffers, py::object on_sent);
     py::object post(std::shared_ptr<Outbound> outbound, py::handle parcel);
+    py::object poster(std::shared_ptr<Outbound> outbound, py::object link);
+    py::object repeater(py::bytes frame);
     bool write(int most);
     void stop();
     bool idle() const { return pieces_.empty(); }

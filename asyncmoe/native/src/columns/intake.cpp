@@ -1,0 +1,207 @@
+#include "intake.h"
+
+#include <utility>
+
+#include "block.h"
+#include "chunks.h"
+#include "collected.h"
+#include "members.h"
+#include "tokens.h"
+#include "wire.h"
+
+namespace columns {
+namespace {
+
+struct Attributes {
+    PyObject* const dtype = PyUnicode_InternFromString("dtype");
+    PyObject* const append = PyUnicode_InternFromString("append");
+    PyObject* const receive_s = PyUnicode_InternFromString("receive_s");
+    PyObject* const received_parcels = PyUnicode_InternFromString("received_parcels");
+    const py::object one = py::int_(1);
+};
+
+const Attributes& attributes() {
+    static const Attributes* const found = new Attributes;
+    return *found;
+}
+
+// object.name += more
+void add(py::handle object, PyObject* name, const py::object& more) {
+    PyObject* sum = PyNumber_Add(get(object, name).ptr(), more.ptr());
+    if (sum == nullptr) throw py::error_already_set();
+    set(object, name, py::reinterpret_steal<py::object>(sum));
+}
+
+py::object release_of(py::handle arrival) {
+    return py::reinterpret_borrow<py::object>(members().arrival.release.of(arrival.ptr()));
+}
+
+double seconds(const py::object& clock) {
+    const double now_s = PyFloat_AsDouble(call(clock).ptr());
+    if (now_s == -1.0 && PyErr_Occurred()) throw py::error_already_set();
+    return now_s;
+}
+
+// The row of `local` [MoE layers, experts] that is each stage's; none for one that has no experts.
+std::vector<py::object> of_stages(const py::array& local, const Queues& queues) {
+    std::vector<py::object> found;
+    const int64_t stages = queues.rows.array.size();
+    for (int64_t stage = 0; stage < stages; ++stage) {
+        found.emplace_back();
+        if (!queues.is_expert_stage(stage)) continue;
+        const py::object layer = queues.chain.attr("layer")(stage);
+        found.back() = local.attr("__getitem__")(layer);
+    }
+    return found;
+}
+
+}  // namespace
+
+Homecoming::Homecoming(py::object table, py::object chunks, std::shared_ptr<Queues> queues,
+                       py::object now_s, py::object see_to_arrivals)
+    : table_(table),
+      see_to_arrivals_(std::move(see_to_arrivals)),
+      now_s_(std::move(now_s)),
+      arrived_(table.attr("arrived")),
+      queues_(std::move(queues)),
+      max_parts_(table.attr("max_parts").cast<int64_t>()),
+      has_columns_(table.attr("has_columns").cast<bool>()),
+      epoch_(table.attr("epoch")),
+      stage_(table.attr("stage")),
+      open_(table.attr("open")),
+      chunk_of_slot_(table.attr("chunk")),
+      missing_(chunks.attr("missing")),
+      earlier_(chunks.attr("earlier")),
+      stage_of_chunk_(chunks.attr("stage")),
+      parked_(chunks.attr("parked")),
+      rows_(chunks.attr("rows")) {}
+
+void Homecoming::take_in(py::handle parcel, const py::object& release) {
+    take_in(PackedView(parcel), release);
+}
+
+void Homecoming::take_in(const PackedView& parcel, const py::object& release) {
+    const py::tuple accepted = accept(parcel.stage, parcel.block, parcel.rows, max_parts_, epoch_,
+                                      stage_, open_);
+    const py::object place = accepted[1], keep = accepted[2];
+    py::object payload = parcel.payload;
+    if (!keep.is_none()) {
+        table_.attr("drop")(parcel.rows - py::len(keep));
+        payload = payload.attr("__getitem__")(keep);
+    }
+    if (has_columns_ && py::len(place) != 0) {
+        call_method(arrived_, attributes().append, py::make_tuple(payload, place, release));
+    } else if (!release.is_none()) {
+        call(release);
+    }
+    complete(column<int64_t>(accepted[0], "slots"));
+    if (!release.is_none() && PyObject_Size(arrived_.ptr()) > 0) call(see_to_arrivals_);
+}
+
+void Homecoming::complete(const Column<const int64_t>& done) {
+    if (done.size == 0) return;
+    const auto chunk_of_slot = column<int64_t>(chunk_of_slot_, "chunk");
+    Fresh<int64_t> chunk_of_row(done.size);
+    for (py::ssize_t i = 0; i < done.size; ++i) chunk_of_row[i] = chunk_of_slot.at(done[i], "chunk");
+    const auto ready = columns::complete(chunk_of_row.array, missing_, earlier_, stage_of_chunk_,
+                                         parked_);
+    if (ready.size() == 0) return;
+    const double now_s = seconds(now_s_);
+    for (const py::handle group : by_stage(ready, stage_of_chunk_, rows_)) {
+        const auto fields = py::reinterpret_borrow<py::tuple>(group);
+        queues_->put_chunks(fields[0].cast<int64_t>(), fields[1], fields[2], now_s, py::none());
+    }
+}
+
+Intake::Intake(py::object receptor, std::shared_ptr<Queues> queues,
+               std::shared_ptr<Outboxes> outboxes, std::shared_ptr<Homecoming> homecoming,
+               py::object notify, py::object other, py::object failed)
+    : queues_(std::move(queues)),
+      outboxes_(std::move(outboxes)),
+      homecoming_(std::move(homecoming)),
+      notify_(std::move(notify)),
+      other_(std::move(other)),
+      failed_(std::move(failed)),
+      times_(receptor.attr("times")),
+      clock_(times_.attr("clock")),
+      now_s_(receptor.attr("now_s")),
+      dtype_(receptor.attr("dtype")),
+      local_(of_stages(receptor.attr("local"), *queues_)),
+      held_rows_(writable<int64_t>(receptor.attr("held_rows"), "held_rows")),
+      held_array_(receptor.attr("held_rows")),
+      arrived_rows_(receptor.attr("arrived_rows")),
+      window_rows_(receptor.attr("window_rows").cast<int64_t>()),
+      copies_(receptor.attr("copies").cast<bool>()) {}
+
+void Intake::take(py::handle arrival) {
+    if (!is_open) {
+        call(other_, arrival);
+        return;
+    }
+    if (!py::isinstance(arrival, names().arrival)) throw py::type_error("no arrival");
+    const int64_t source = py::handle(members().arrival.source.of(arrival.ptr())).cast<int64_t>();
+    try {
+        const double begin_s = seconds(clock_);
+        if (take_plain(arrival, source)) {
+            add(times_, attributes().received_parcels, attributes().one);
+            add(times_, attributes().receive_s, py::float_(seconds(clock_) - begin_s));
+            return;
+        }
+    } catch (py::error_already_set& error) {
+        if (error.matches(names().protocol_error)) throw;  // the peer's fault
+        failed_(error.value(), "a parcel", source);
+        return;
+    } catch (const std::exception& error) {
+        if (const auto* known = dynamic_cast<const py::builtin_exception*>(&error)) {
+            known->set_error();
+        } else {
+            PyErr_SetString(PyExc_RuntimeError, error.what());
+        }
+        failed_(py::error_already_set().value(), "a parcel", source);
+        return;
+    }
+    call(other_, arrival);
+}
+
+bool Intake::take_plain(py::handle arrival, int64_t source) {
+    const py::handle given = members().arrival.parcel.of(arrival.ptr());
+    if (copies_ || !is_packed(given)) return false;
+    PackedView parcel(given);
+    if (!queues_->is_expert_stage(parcel.stage) || source < 0 || source >= held_rows_.size ||
+        get(parcel.payload, attributes().dtype).ptr() != dtype_.ptr()) {
+        return false;
+    }
+    if (parcel.kind == kDispatch) return take_dispatch(arrival, source, std::move(parcel));
+    if (!homecoming_) return false;
+    call(notify_);  // before the home asks to be called behind the choice that follows
+    // Credits first: a parcel with wrong ones is refused as a whole, and its lease taken back.
+    outboxes_->credit(source, parcel.credits);
+    homecoming_->take_in(parcel, release_of(arrival));
+    return true;
+}
+
+bool Intake::take_dispatch(py::handle arrival, int64_t source, PackedView parcel) {
+    const int64_t held = held_rows_[source] + parcel.rows;
+    if (parcel.rows == 0 || held > window_rows_ ||
+        !all_local(parcel.block, parcel.rows, parcel.pairs, local_[parcel.stage])) {
+        return false;
+    }
+    call(notify_);
+    held_rows_[source] = held;
+    *arrived_rows_.mutable_data(parcel.stage, source) += parcel.rows;
+    queues_->put(source, std::move(parcel), release_of(arrival), seconds(now_s_));
+    return true;
+}
+
+void bind_intake(py::module_& m) {
+    py::class_<Homecoming, std::shared_ptr<Homecoming>>(m, "Homecoming", collected<Homecoming>())
+        .def(py::init<py::object, py::object, std::shared_ptr<Queues>, py::object, py::object>())
+        .def("take_in", py::overload_cast<py::handle, const py::object&>(&Homecoming::take_in));
+    py::class_<Intake, std::shared_ptr<Intake>>(m, "Intake", collected<Intake>())
+        .def(py::init<py::object, std::shared_ptr<Queues>, std::shared_ptr<Outboxes>,
+                      std::shared_ptr<Homecoming>, py::object, py::object, py::object>())
+        .def("take", &Intake::take)
+        .def_readwrite("is_open", &Intake::is_open);
+}
+
+}  // namespace columns

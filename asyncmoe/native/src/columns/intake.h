@@ -1,0 +1,82 @@
+// What a rank takes in: the compiled twin of `Receptor.take` in asyncmoe/receptor.py and of
+// `Home.take_in` in asyncmoe/home.py, for parcels that are as they should be.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "outboxes.h"
+#include "queues.h"
+
+namespace columns {
+
+// Combine rows on their way into the token table, and the chunks that they complete.
+class Homecoming {
+  public:
+    // `see_to_arrivals` is called when rows that somebody waits for are still to be copied.
+    Homecoming(py::object table, py::object chunks, std::shared_ptr<Queues> queues,
+               py::object now_s, py::object see_to_arrivals);
+
+    // `release` is called once the memory of its rows is read no more; None: nobody waits for it.
+    void take_in(py::handle parcel, const py::object& release);
+    void take_in(const PackedView& parcel, const py::object& release);
+
+    template <typename F>
+    void each_reference(F visit) {
+        visit(table_);
+        visit(see_to_arrivals_);
+        visit(now_s_);
+        visit(arrived_);
+    }
+
+  private:
+    void complete(const Column<const int64_t>& done);
+
+    py::object table_, see_to_arrivals_, now_s_, arrived_;
+    const std::shared_ptr<Queues> queues_;
+    const int64_t max_parts_;
+    const bool has_columns_;
+    const py::object epoch_, stage_, open_, chunk_of_slot_;                  // of the token table
+    const py::object missing_, earlier_, stage_of_chunk_, parked_, rows_;  // of the chunk table
+};
+
+// What other ranks send to one rank.
+class Intake {
+  public:
+    // `receptor`: a `Receptor`. `other` gets all arrivals that are not plain; `failed` an error of
+    // ours and the rank whose parcel it was about.
+    Intake(py::object receptor, std::shared_ptr<Queues> queues, std::shared_ptr<Outboxes> outboxes,
+           std::shared_ptr<Homecoming> homecoming, py::object notify, py::object other,
+           py::object failed);
+
+    void take(py::handle arrival);
+
+    template <typename F>
+    void each_reference(F visit) {
+        for (py::object* each : {&notify_, &other_, &failed_, &times_, &clock_, &now_s_}) {
+            visit(*each);
+        }
+    }
+
+    bool is_open = true;  // else all arrivals go to `other`
+
+  private:
+    bool take_plain(py::handle arrival, int64_t source);
+    bool take_dispatch(py::handle arrival, int64_t source, PackedView parcel);
+
+    const std::shared_ptr<Queues> queues_;
+    const std::shared_ptr<Outboxes> outboxes_;
+    const std::shared_ptr<Homecoming> homecoming_;  // null: home of nothing
+    py::object notify_, other_, failed_, times_, clock_, now_s_;
+    const py::object dtype_;
+    const std::vector<py::object> local_;  // of each stage: local index of each expert
+    const Column<int64_t> held_rows_;      // [ranks]
+    const py::object held_array_;
+    py::array_t<int64_t> arrived_rows_;    // [stages, ranks]
+    const int64_t window_rows_;
+    const bool copies_;
+};
+
+void bind_intake(py::module_& m);
+
+}  // namespace columns

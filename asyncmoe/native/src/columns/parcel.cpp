@@ -1,0 +1,72 @@
+#include "parcel.h"
+
+#include <algorithm>
+
+#include "block.h"
+#include "members.h"
+
+namespace columns {
+namespace {
+
+int64_t whole(PyObject* found) {
+    const int64_t number = PyLong_AsLongLong(found);
+    if (number == -1 && PyErr_Occurred()) throw py::error_already_set();
+    return number;
+}
+
+}  // namespace
+
+bool is_packed(py::handle parcel) {
+    return Py_TYPE(parcel.ptr()) == reinterpret_cast<PyTypeObject*>(names().packed_parcel.ptr());
+}
+
+PackedView::PackedView(py::handle parcel)
+    : packed(is_packed(parcel) ? py::reinterpret_borrow<py::object>(parcel)
+                               : call(names().pack, parcel)) {
+    const auto& slot = members().parcel;
+    PyObject* const from = packed.ptr();
+    kind = whole(slot.kind.of(from));
+    stage = whole(slot.stage.of(from));
+    rows = whole(slot.count.of(from));
+    pairs = whole(slot.pairs.of(from));
+    credits = whole(slot.credits.of(from));
+    block = py::reinterpret_borrow<py::object>(slot.block.of(from));
+    payload = py::reinterpret_borrow<py::object>(slot.payload.of(from));
+}
+
+std::vector<int64_t> alive_rows(const PackedView& parcel,
+                                const std::unordered_set<uint64_t>& dead) {
+    const Bytes bytes(parcel.block);
+    if (!is_dispatch(bytes.size(), parcel.rows, parcel.pairs)) {
+        throw py::value_error("a block does not fit its rows and pairs");
+    }
+    const Dispatch<const uint8_t> in(bytes.data(), parcel.rows, parcel.pairs);
+    std::vector<int64_t> alive;
+    for (int64_t row = 0; row < parcel.rows; ++row) {
+        if (!dead.count(row_key(in.slot[row], in.epoch[row]))) alive.push_back(row);
+    }
+    return alive;
+}
+
+py::object select(const PackedView& parcel, const std::vector<int64_t>& rows) {
+    Fresh<int64_t> keep(rows.size());
+    std::copy(rows.begin(), rows.end(), keep.data);
+    return parcel.packed.attr("select")(keep.array);
+}
+
+py::object make_parcel(int kind, int64_t stage, int64_t rows, int64_t pairs, py::handle block,
+                       py::handle payload, int64_t credits) {
+    const auto& slot = members().parcel;
+    py::object parcel = blank(names().packed_parcel);
+    PyObject* const to = parcel.ptr();
+    slot.kind.set(to, names().kinds[kind].ptr());
+    slot.stage.set(to, py::int_(stage));
+    slot.count.set(to, py::int_(rows));
+    slot.pairs.set(to, py::int_(pairs));
+    slot.block.set(to, block.ptr());
+    slot.payload.set(to, payload.ptr());
+    slot.credits.set(to, py::int_(credits));
+    return parcel;
+}
+
+}  // namespace columns

@@ -1,0 +1,236 @@
+#include "queues.h"
+
+#include <algorithm>
+#include <unordered_set>
+#include <utility>
+
+#include "collected.h"
+#include "experts.h"
+
+namespace columns {
+
+void Hold::read(int64_t read_rows) {
+    rows -= read_rows;
+    if (rows == 0 && !release.is_none()) {
+        const py::object last = std::exchange(release, py::none());
+        call(last);
+    }
+}
+
+Taken::Taken(std::vector<RowSegment> segments) : segments_(std::move(segments)) {
+    std::stable_sort(segments_.begin(), segments_.end(),
+                     [](const RowSegment& a, const RowSegment& b) { return a.source < b.source; });
+    for (const RowSegment& each : segments_) rows += each.parcel.rows;
+}
+
+py::list Taken::payloads() const {
+    py::list found(segments_.size());
+    for (size_t i = 0; i < segments_.size(); ++i) found[i] = segments_[i].parcel.payload;
+    return found;
+}
+
+py::tuple Taken::columns(py::handle local, py::ssize_t local_experts, bool per_expert) const {
+    std::vector<Dispatched> parcels;
+    parcels.reserve(segments_.size());
+    for (const RowSegment& each : segments_) {
+        parcels.emplace_back(each.source, each.parcel.rows, each.parcel.pairs, each.parcel.block);
+    }
+    return expert_columns(parcels, local, local_experts, per_expert);
+}
+
+void Taken::read(py::handle held_rows) {
+    const auto held = writable<int64_t>(held_rows, "held_rows");
+    std::vector<RowSegment> read;
+    std::swap(read, segments_);
+    for (const RowSegment& each : read) held.at(each.source, "held_rows") -= each.parcel.rows;
+    for (const RowSegment& each : read) each.hold->read(each.parcel.rows);
+}
+
+Queues::Queues(py::object chain_of_stages)
+    : chain(std::move(chain_of_stages)),
+      rows(py::len(chain)),
+      oldest_decision(py::len(chain)),
+      oldest_s(py::len(chain)) {
+    const py::object expert = py::module_::import("asyncmoe.stage").attr("Kind").attr("EXPERT");
+    for (const py::handle kind : chain.attr("kinds")) {
+        queues_.emplace_back();
+        queues_.back().experts = kind.is(expert);
+    }
+    check_size(queues_.size(), rows.array.size(), "chain.kinds");
+    std::fill_n(rows.data, queues_.size(), 0);
+    std::fill_n(oldest_decision.data, queues_.size(), 0);
+    std::fill_n(oldest_s.data, queues_.size(), 0.0);
+}
+
+Queues::Queue& Queues::chunk_queue(int64_t stage) {
+    if (stage < 0 || stage >= static_cast<int64_t>(queues_.size()) || queues_[stage].experts) {
+        throw py::value_error("stage " + std::to_string(stage) + " has no queue of chunks");
+    }
+    return queues_[stage];
+}
+
+Queues::Queue& Queues::row_queue(int64_t stage) {
+    if (!is_expert_stage(stage)) {
+        throw py::value_error("stage " + std::to_string(stage) + " has no queue of rows");
+    }
+    return queues_[stage];
+}
+
+void Queues::joined(int64_t stage, int64_t delta, double now_s) {
+    if (rows[stage] == 0) {
+        oldest_s[stage] = now_s;
+        oldest_decision[stage] = decision;
+    }
+    rows[stage] += delta;
+    total += delta;
+}
+
+void Queues::left(int64_t stage, int64_t delta) {
+    rows[stage] -= delta;
+    total -= delta;
+    if (rows[stage] == 0) return;
+    const Queue& queue = queues_[stage];
+    oldest_s[stage] = queue.experts ? queue.segments.front().joined_s
+                                    : queue.chunks.front().joined_s;
+    oldest_decision[stage] = queue.experts ? queue.segments.front().joined_decision
+                                           : queue.chunks.front().joined_decision;
+}
+
+void Queues::put_chunks(int64_t stage, py::handle chunks_array, py::handle rows_array,
+                        double now_s, py::handle) {
+    Queue& queue = chunk_queue(stage);
+    const auto chunks = column<int64_t>(chunks_array, "chunks");
+    const auto rows_of_each = column<int64_t>(rows_array, "rows");
+    check_size(rows_of_each.size, chunks.size, "rows");
+    int64_t together = 0;
+    for (py::ssize_t i = 0; i < chunks.size; ++i) {
+        queue.chunks.push_back({chunks[i], rows_of_each[i], now_s, decision});
+        together += rows_of_each[i];
+    }
+    joined(stage, together, now_s);
+}
+
+void Queues::put_parcel(int64_t source, py::handle parcel, py::object release, double now_s) {
+    put(source, PackedView(parcel), std::move(release), now_s);
+}
+
+void Queues::put(int64_t source, PackedView parcel, py::object release, double now_s) {
+    const int64_t stage = parcel.stage, more = parcel.rows;
+    Queue& queue = row_queue(stage);
+    auto hold = std::make_shared<Hold>(Hold{more, std::move(release)});
+    queue.segments.push_back({source, std::move(parcel), std::move(hold), now_s, decision});
+    joined(stage, more, now_s);
+}
+
+py::array_t<int64_t> Queues::take_chunks(int64_t stage, int64_t max_rows) {
+    Queue& queue = chunk_queue(stage);
+    int64_t taken = 0, room = max_rows;
+    size_t count = 0;
+    while (count < queue.chunks.size() && (count == 0 || queue.chunks[count].rows <= room)) {
+        room -= queue.chunks[count].rows;
+        taken += queue.chunks[count++].rows;
+    }
+    Fresh<int64_t> chunks(count);
+    for (size_t i = 0; i < count; ++i) chunks[i] = queue.chunks[i].chunk;
+    queue.chunks.erase(queue.chunks.begin(), queue.chunks.begin() + count);
+    left(stage, taken);
+    return chunks.array;
+}
+
+std::shared_ptr<Taken> Queues::take_rows(int64_t stage, int64_t max_rows) {
+    Queue& queue = row_queue(stage);
+    std::vector<RowSegment> taken;
+    int64_t room = max_rows;
+    while (!queue.segments.empty() && room > 0) {
+        RowSegment& head = queue.segments.front();
+        const int64_t here = head.parcel.rows;
+        if (here <= room) {
+            taken.push_back(std::move(head));
+            queue.segments.pop_front();
+            room -= here;
+            continue;
+        }
+        const py::object piece = head.parcel.packed.attr("piece");
+        taken.push_back({head.source, PackedView(piece(0, room)), head.hold, head.joined_s,
+                         head.joined_decision});
+        head.parcel = PackedView(piece(room, here));
+        room = 0;
+    }
+    left(stage, max_rows - room);
+    return std::make_shared<Taken>(std::move(taken));
+}
+
+void Queues::remove_chunks(int64_t stage, py::handle chunks_array) {
+    Queue& queue = chunk_queue(stage);
+    const auto chunks = column<int64_t>(chunks_array, "chunks");
+    const std::unordered_set<int64_t> dead(chunks.data, chunks.data + chunks.size);
+    int64_t gone = 0;
+    std::deque<Chunk> kept;
+    for (const Chunk& each : queue.chunks) {
+        if (dead.count(each.chunk)) {
+            gone += each.rows;
+        } else {
+            kept.push_back(each);
+        }
+    }
+    queue.chunks = std::move(kept);
+    left(stage, gone);
+}
+
+int64_t Queues::discard(int64_t source, py::handle slots_array, py::handle epochs_array) {
+    const auto slots = column<uint32_t>(slots_array, "slots");
+    const auto epochs = column<uint32_t>(epochs_array, "epochs");
+    check_size(epochs.size, slots.size, "epochs");
+    std::unordered_set<uint64_t> dead;
+    for (py::ssize_t i = 0; i < slots.size; ++i) dead.insert(row_key(slots[i], epochs[i]));
+    int64_t dropped = 0;
+    std::vector<std::pair<std::shared_ptr<Hold>, int64_t>> read;
+    for (size_t stage = 0; stage < queues_.size(); ++stage) {
+        Queue& queue = queues_[stage];
+        if (!queue.experts || queue.segments.empty()) continue;
+        int64_t gone = 0;
+        std::deque<RowSegment> kept;
+        for (RowSegment& each : queue.segments) {
+            if (each.source == source) {
+                const std::vector<int64_t> alive = alive_rows(each.parcel, dead);
+                const int64_t lost = each.parcel.rows - static_cast<int64_t>(alive.size());
+                if (lost != 0) read.emplace_back(each.hold, lost);
+                gone += lost;
+                if (alive.empty()) continue;
+                if (lost != 0) each.parcel = PackedView(select(each.parcel, alive));
+            }
+            kept.push_back(std::move(each));
+        }
+        queue.segments = std::move(kept);
+        left(stage, gone);
+        dropped += gone;
+    }
+    for (const auto& [hold, rows_read] : read) hold->read(rows_read);
+    return dropped;
+}
+
+void bind_queues(py::module_& m) {
+    py::class_<Taken, std::shared_ptr<Taken>>(m, "Taken", collected<Taken>())
+        .def_readonly("rows", &Taken::rows)
+        .def_property_readonly("payloads", &Taken::payloads)
+        .def("columns", &Taken::columns)
+        .def("read", &Taken::read);
+    py::class_<Queues, std::shared_ptr<Queues>>(m, "Queues", collected<Queues>())
+        .def(py::init<py::object>())
+        .def_readonly("chain", &Queues::chain)
+        .def_property_readonly("rows", [](const Queues& each) { return each.rows.array; })
+        .def_property_readonly("oldest_s", [](const Queues& each) { return each.oldest_s.array; })
+        .def_property_readonly("oldest_decision",
+                               [](const Queues& each) { return each.oldest_decision.array; })
+        .def_readonly("total", &Queues::total)
+        .def_readwrite("decision", &Queues::decision)
+        .def("put_chunks", &Queues::put_chunks, py::arg("stage"), py::arg("chunks"),
+             py::arg("rows"), py::arg("now_s"), py::arg("total") = py::none())
+        .def("put_parcel", &Queues::put_parcel)
+        .def("take_chunks", &Queues::take_chunks)
+        .def("take_rows", &Queues::take_rows)
+        .def("remove_chunks", &Queues::remove_chunks)
+        .def("discard", &Queues::discard);
+}
+
+}  // namespace columns

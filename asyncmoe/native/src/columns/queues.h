@@ -1,0 +1,108 @@
+// The micro-queues of one rank: the compiled twin of `Queues` in asyncmoe/microqueue.py.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "parcel.h"
+
+namespace columns {
+
+// A lease shared by the pieces of a split parcel, see the twin.
+struct Hold {
+    int64_t rows;
+    py::object release;  // None: nobody waits for it
+
+    void read(int64_t read_rows);
+};
+
+struct RowSegment {
+    template <typename F>
+    void each_reference(F& visit) {
+        visit(parcel.packed);
+        visit(parcel.payload);
+        if (hold.use_count() == 1) visit(hold->release);  // else not of this segment alone
+    }
+
+    int64_t source;
+    PackedView parcel;
+    std::shared_ptr<Hold> hold;
+    double joined_s;
+    int64_t joined_decision;
+};
+
+// Rows that were taken for a batch: the compiled twin of `Taken` in asyncmoe/microqueue.py.
+class Taken {
+  public:
+    explicit Taken(std::vector<RowSegment> segments);
+
+    py::list payloads() const;
+    py::tuple columns(py::handle local, py::ssize_t local_experts, bool per_expert) const;
+    void read(py::handle held_rows);
+
+    template <typename F>
+    void each_reference(F visit) {
+        for (RowSegment& each : segments_) each.each_reference(visit);
+    }
+
+    int64_t rows = 0;
+
+  private:
+    std::vector<RowSegment> segments_;  // in ascending order of their source
+};
+
+class Queues {
+  public:
+    explicit Queues(py::object chain);
+
+    void put_chunks(int64_t stage, py::handle chunks, py::handle rows, double now_s,
+                    py::handle total);
+    void put_parcel(int64_t source, py::handle parcel, py::object release, double now_s);
+    void put(int64_t source, PackedView parcel, py::object release, double now_s);
+    py::array_t<int64_t> take_chunks(int64_t stage, int64_t max_rows);
+    std::shared_ptr<Taken> take_rows(int64_t stage, int64_t max_rows);
+    void remove_chunks(int64_t stage, py::handle chunks);
+    int64_t discard(int64_t source, py::handle slots, py::handle epochs);
+
+    bool is_expert_stage(int64_t stage) const {
+        return stage >= 0 && stage < static_cast<int64_t>(queues_.size()) && queues_[stage].experts;
+    }
+
+    template <typename F>
+    void each_reference(F visit) {
+        visit(chain);
+        for (Queue& queue : queues_) {
+            for (RowSegment& each : queue.segments) each.each_reference(visit);
+        }
+    }
+
+    py::object chain;
+    Fresh<int64_t> rows, oldest_decision;  // [stages]
+    Fresh<double> oldest_s;                // [stages]
+    int64_t total = 0, decision = 0;
+
+  private:
+    struct Chunk {
+        int64_t chunk, rows;
+        double joined_s;
+        int64_t joined_decision;
+    };
+    struct Queue {
+        bool experts;
+        std::deque<Chunk> chunks;          // of an attention or head stage
+        std::deque<RowSegment> segments;  // of an expert stage
+    };
+
+    Queue& chunk_queue(int64_t stage);
+    Queue& row_queue(int64_t stage);
+    // `delta` rows have joined or left the stage's queue.
+    void joined(int64_t stage, int64_t delta, double now_s);
+    void left(int64_t stage, int64_t delta);
+
+    std::vector<Queue> queues_;
+};
+
+void bind_queues(py::module_& m);
+
+}  // namespace columns
