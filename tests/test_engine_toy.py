@@ -162,6 +162,18 @@ async def test_fault_while_rows_are_taken_in_ends_the_rank_and_its_requests() ->
             await asyncio.wait_for(broken.stopped, 10)
 
 
+@pytest.mark.parametrize("transport", ["inproc", "tcp", "shm"])
+async def test_a_rank_that_was_closed_goes_away_with_all_of_its_parts(transport: str) -> None:
+    config = {**SMALL, "transport": {"name": transport}}
+    async with cluster(2, toymodel.checkpoint(), **config) as engine:
+        await engine.ended(engine.submit([1, 2, 3], home=1, max_tokens=4))
+        ranks = [weakref.ref(rank) for rank in engine.ranks]
+    del engine
+    await asyncio.sleep(0)
+    gc.collect()
+    assert [rank() for rank in ranks] == [None, None]
+
+
 async def test_caches_are_freed_at_the_end_without_the_garbage_collector() -> None:
     gc.disable()
     try:

@@ -118,14 +118,19 @@ class _Pair:
         """This side ends it; the other is told after everything that was sent before."""
         self._loop.call_soon(self._far._lose, reason)
         if self.error is None:
-            self.error = PeerLost(self.peer, own_reason)
+            self._end(PeerLost(self.peer, own_reason))
 
     def _lose(self, reason: str) -> None:
         error = PeerLost(self.peer, reason)
         self._outbound.fail(error)
         if self.error is None:
-            self.error = error
+            self._end(error)
             self._receiver.on_peer_lost(self.peer, error)
+
+    def _end(self, error: PeerLost) -> None:
+        """Nothing more is taken in; what refers to the receiver is let go."""
+        self.error = error
+        self._inbound.abandon()
 
     def _take_parcel(self, frame: bytes, payload: torch.Tensor, free: Callable[[], None]) -> None:
         if self.error is not None:
