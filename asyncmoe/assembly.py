@@ -130,7 +130,7 @@ def assemble(rank: Rank, blocks: int, deadline: Deadline) -> Parts:
     executor = Executor(queues, scheduler, policy, rank.device, watched, rank.times, depth)
     if probe is not None:
         probe.computing = lambda: executor.computing
-    receptor.notify = executor.notify
+    receptor.bell = executor.bell
     return Parts(queues, transport, dispatcher, home, cache, receptor, scheduler, executor, probe)
 
 

@@ -53,7 +53,7 @@ class Dispatcher:
             window_rows,
             min(limits.parcel_rows, limits.parcel_bytes // row_bytes),
             row_bytes,
-            transport.post,
+            transport,
             self.sent_rows,
         )
 

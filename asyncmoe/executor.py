@@ -9,10 +9,12 @@ is no task that could be left behind.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from asyncmoe.bell import make_bell
 from asyncmoe.device import Device
 from asyncmoe.microqueue import Queues
 from asyncmoe.passage import Passage, Passed
@@ -73,20 +75,12 @@ class Executor:
         self._running: deque[Step] = deque()
         self._over = 0  # batches that the device is done with
         self._after: deque[tuple[int, Callable[[], None]]] = deque()  # (then over, what to call)
-        self._scheduled = False
+        enough = sys.maxsize if self._synchronous else DEPTH
+        self.bell = make_bell(self._loop.call_soon, self._pump, self._running, enough)
+        # Rows became ready. Coalesced: what arrives in one turn of the loop is seen at once.
+        self.notify = self.bell.ring
         self._timer: asyncio.TimerHandle | None = None  # to look at the queues again
         self._closed = False
-        # Something beside the running batch wants this rank. Read by the compute thread.
-        self._wanted = False
-
-    def notify(self) -> None:
-        """Rows became ready. Coalesced: what arrives in one turn of the loop is seen at once."""
-        self._wanted = True
-        if self._scheduled or self._closed:
-            return
-        if len(self._running) < DEPTH or self._synchronous:  # else the end of a batch looks again
-            self._scheduled = True
-            self._loop.call_soon(self._pump)
 
     @property
     def computing(self) -> bool:
@@ -96,7 +90,7 @@ class Executor:
     def after_running(self, callback: Callable[[], None]) -> None:
         """Call back when the batches that are now with the device are done; at once if none is."""
         if self._running:
-            self._wanted = True
+            self.bell.wanted = True
             self._after.append((self._over + len(self._running), callback))
         else:
             callback()
@@ -107,12 +101,12 @@ class Executor:
         Weights and caches are let go. Idempotent.
         """
         if not self._closed:
-            self._closed = self._wanted = True
+            self._closed = self.bell.mute = self.bell.wanted = True
             self._look_again(None)
             del self._stages
 
     def _pump(self) -> None:
-        self._scheduled = False
+        self.bell.rung = False
         try:
             self._fill()
         except Exception as error:
@@ -132,9 +126,9 @@ class Executor:
                 break
             step = self._stages.prepare(stage, int(self._policy.max_rows[stage]))
             if step.kind is Kind.ATTENTION and not self._device.virtual and self._is_alone:
-                self._wanted = False
+                self.bell.wanted = False
                 last = self._policy.reach(stage, step.row_count)
-                step = self._stages.passage(step, last, lambda: self._wanted)
+                step = self._stages.passage(step, last, lambda: self.bell.wanted)
             self._note(stage, step.row_count)
             self._running.append(step)
             self._device.submit(step, self._done)

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -23,8 +23,14 @@ from asyncmoe.microqueue import row_key
 from asyncmoe.packed import Buffer, PackedParcel
 from asyncmoe.transport import Parcel, ParcelClass, Posted
 
-Post = Callable[[int, Parcel], Posted]
 _To = TypeVar("_To")
+
+
+class Poster(Protocol):
+    """What is needed of a transport."""
+
+    def post(self, peer: int, parcel: Parcel) -> Posted:
+        """See `Transport`."""
 
 
 class Outbox:
@@ -76,12 +82,12 @@ class Outboxes:
         window_rows: int,
         parcel_rows: int,
         row_bytes: int,
-        post: Post,
+        transport: Poster,
         sent_rows: NDArray[np.int64],
     ) -> None:
-        """`parcel_rows`, `row_bytes`: most rows of a parcel, and the payload of each. `post`: of
-        the transport. `sent_rows`: [stages, ranks] dispatch rows that have left, to be counted."""
-        self._rank, self._post_parcel = rank, post
+        """`parcel_rows`, `row_bytes`: most rows of a parcel, and the payload of each. `sent_rows`:
+        [stages, ranks] dispatch rows that have left, to be counted."""
+        self._rank, self._transport = rank, transport
         self._parcel_rows, self._row_bytes = parcel_rows, row_bytes
         self.boxes = {
             peer: Outbox(window_rows, parcel_rows) for peer in range(world) if peer != rank
@@ -179,7 +185,7 @@ class Outboxes:
 
     def _post(self, peer: int, parcel: Parcel) -> None:
         try:
-            self._post_parcel(peer, parcel)
+            self._transport.post(peer, parcel)
         except PeerLost:
             return  # whoever depends on it is told by `on_peer_lost`
         self.sent_parcels += 1
@@ -192,12 +198,12 @@ def make_outboxes(
     window_rows: int,
     parcel_rows: int,
     row_bytes: int,
-    post: Post,
+    transport: Poster,
     sent_rows: NDArray[np.int64],
 ) -> Outboxes:
     """As `Outboxes`, compiled if that is there."""
     kind = Outboxes if native.columns is None else native.columns.Outboxes
-    made: Outboxes = kind(rank, world, window_rows, parcel_rows, row_bytes, post, sent_rows)
+    made: Outboxes = kind(rank, world, window_rows, parcel_rows, row_bytes, transport, sent_rows)
     return made
 
 

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncmoe import native
+from asyncmoe.bell import Bell
 from asyncmoe.dispatcher import Dispatcher
 from asyncmoe.errors import ProtocolError
 from asyncmoe.home import Home
@@ -58,7 +59,7 @@ class Receptor:
         self._rank, self._chain, self.local, self.dtype = rank, chain, local, dtype
         self._expert_stages = {s for s, kind in enumerate(chain.kinds) if kind is Kind.EXPERT}
         self._queues, self._dispatcher, self._home = queues, dispatcher, home
-        self.notify: Callable[[], None] = _nothing  # to be set: rows became ready
+        self.bell: Bell  # of the executor, to be set
         self.now_s, self.times = now_s, times
         self.window_rows = window_rows
         self.held_rows = np.zeros(world, np.int64)  # of each home: its rows that are here
@@ -78,7 +79,7 @@ class Receptor:
             return None
         homecoming = None if self._home is None else self._home.homecoming
         made: Intake = native.columns.Intake(
-            self, self._queues, self._dispatcher.outboxes, homecoming, self.notify, other, failed
+            self, self._queues, self._dispatcher.outboxes, homecoming, self.bell, other, failed
         )
         return made
 
@@ -90,7 +91,7 @@ class Receptor:
             raise ProtocolError(f"parcel for stage {parcel.stage}, which is no expert stage")
         if parcel.payload.dtype is not self.dtype:
             raise ProtocolError(f"payload of {parcel.payload.dtype}; the model has {self.dtype}")
-        self.notify()  # before the home asks to be called behind the choice that follows
+        self.bell.ring()  # before the home asks to be called behind the choice that follows
         if parcel.kind is ParcelClass.DISPATCH:
             self._take_dispatch(arrival)
         else:
@@ -150,7 +151,3 @@ class Receptor:
         # Credits first: a parcel with wrong ones is refused as a whole, and its lease taken back.
         self._dispatcher.outboxes.credit(arrival.source, parcel.credits)
         self._home.take_in(parcel, arrival.release)
-
-
-def _nothing() -> None:
-    pass

@@ -88,7 +88,7 @@ def make_dispatcher(rank: int, window: int) -> Dispatcher:
     )  # type: ignore[arg-type]
     # The plain ones, since compiled ones cannot be copied.
     limits = window, Limits().parcel_rows, 4
-    made.outboxes = Outboxes(rank, PLACEMENT.world, *limits, WIRE.post, made.sent_rows)
+    made.outboxes = Outboxes(rank, PLACEMENT.world, *limits, WIRE, made.sent_rows)
     return made
 
 

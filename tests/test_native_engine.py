@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,8 @@ def drive_outboxes(make: Callable[..., Outboxes], seed: int, steps: int) -> list
         seen.append((peer, contents(parcel)))
         return Posted()
 
-    boxes, sent = make(RANK, WORLD, WINDOW, PARCEL_ROWS, 16, post, sent_rows), []
+    wire = SimpleNamespace(post=post)
+    boxes, sent = make(RANK, WORLD, WINDOW, PARCEL_ROWS, 16, wire, sent_rows), []
     for _ in range(steps):
         action, peer = rng.integers(5), int(rng.integers(WORLD))
         match action:

@@ -125,6 +125,7 @@ class ModelTransport(Transport):
             parcel_in_s=0.0 if costs is None else costs.parcel_in_s,
             message_s=0.0 if costs is None else costs.message_s,
         )
+        self.post = self._port.post  # type: ignore[method-assign]  # without a detour
         if context.world == 1:
             return
         directory = context.directory
@@ -151,8 +152,7 @@ class ModelTransport(Transport):
 
     def post(self, peer: int, parcel: Parcel) -> Posted:
         """See `Transport`."""
-        port = self._port
-        return self.post_framed(peer, parcel) if port is None else port.post(peer, parcel)
+        return self.post_framed(peer, parcel)  # which says that nobody is there yet
 
     def post_framed(self, peer: int, parcel: Parcel) -> Posted:
         """See `Owner`."""

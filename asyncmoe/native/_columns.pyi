@@ -46,7 +46,7 @@ def gather_rows(
     block_tokens: int,
 ) -> tuple[Any, ...]: ...
 
-# microqueue.py, outbox.py, home.py, receptor.py: used like the classes there
+# microqueue.py, outbox.py, bell.py, home.py, receptor.py: used like the classes there
 class Taken:
     rows: int
     payloads: list[Any]
@@ -64,9 +64,12 @@ class Outboxes:
         window_rows: int,
         parcel_rows: int,
         row_bytes: int,
-        post: Any,
+        transport: Any,
         sent_rows: Array,
     ) -> None: ...
+
+class Bell:
+    def __init__(self, call_soon: Any, hear: Any, running: Any, enough: int) -> None: ...
 
 class Homecoming:
     def __init__(
@@ -82,7 +85,7 @@ class Intake:
         queues: Any,
         outboxes: Any,
         homecoming: Homecoming | None,
-        notify: Any,
+        bell: Any,
         other: Any,
         failed: Any,
     ) -> None: ...

@@ -115,11 +115,11 @@ void Homecoming::complete(const Column<const int64_t>& done) {
 
 Intake::Intake(py::object receptor, std::shared_ptr<Queues> queues,
                std::shared_ptr<Outboxes> outboxes, std::shared_ptr<Homecoming> homecoming,
-               py::object notify, py::object other, py::object failed)
+               std::shared_ptr<Bell> bell, py::object other, py::object failed)
     : queues_(std::move(queues)),
       outboxes_(std::move(outboxes)),
       homecoming_(std::move(homecoming)),
-      notify_(std::move(notify)),
+      bell_(std::move(bell)),
       other_(std::move(other)),
       failed_(std::move(failed)),
       times_(receptor.attr("times")),
@@ -173,7 +173,7 @@ bool Intake::take_plain(py::handle arrival, int64_t source) {
     }
     if (parcel.kind == kDispatch) return take_dispatch(arrival, source, std::move(parcel));
     if (!homecoming_) return false;
-    call(notify_);  // before the home asks to be called behind the choice that follows
+    bell_->ring();  // before the home asks to be called behind the choice that follows
     // Credits first: a parcel with wrong ones is refused as a whole, and its lease taken back.
     outboxes_->credit(source, parcel.credits);
     homecoming_->take_in(parcel, release_of(arrival));
@@ -186,7 +186,7 @@ bool Intake::take_dispatch(py::handle arrival, int64_t source, PackedView parcel
         !all_local(parcel.block, parcel.rows, parcel.pairs, local_[parcel.stage])) {
         return false;
     }
-    call(notify_);
+    bell_->ring();
     held_rows_[source] = held;
     *arrived_rows_.mutable_data(parcel.stage, source) += parcel.rows;
     queues_->put(source, std::move(parcel), release_of(arrival), seconds(now_s_));
@@ -199,7 +199,8 @@ void bind_intake(py::module_& m) {
         .def("take_in", py::overload_cast<py::handle, const py::object&>(&Homecoming::take_in));
     py::class_<Intake, std::shared_ptr<Intake>>(m, "Intake", collected<Intake>())
         .def(py::init<py::object, std::shared_ptr<Queues>, std::shared_ptr<Outboxes>,
-                      std::shared_ptr<Homecoming>, py::object, py::object, py::object>())
+                      std::shared_ptr<Homecoming>, std::shared_ptr<Bell>, py::object,
+                      py::object>())
         .def("take", &Intake::take)
         .def_readwrite("is_open", &Intake::is_open);
 }

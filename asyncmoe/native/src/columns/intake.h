@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "bell.h"
 #include "outboxes.h"
 #include "queues.h"
 
@@ -46,14 +47,14 @@ class Intake {
     // `receptor`: a `Receptor`. `other` gets all arrivals that are not plain; `failed` an error of
     // ours and the rank whose parcel it was about.
     Intake(py::object receptor, std::shared_ptr<Queues> queues, std::shared_ptr<Outboxes> outboxes,
-           std::shared_ptr<Homecoming> homecoming, py::object notify, py::object other,
+           std::shared_ptr<Homecoming> homecoming, std::shared_ptr<Bell> bell, py::object other,
            py::object failed);
 
     void take(py::handle arrival);
 
     template <typename F>
     void each_reference(F visit) {
-        for (py::object* each : {&notify_, &other_, &failed_, &times_, &clock_, &now_s_}) {
+        for (py::object* each : {&other_, &failed_, &times_, &clock_, &now_s_}) {
             visit(*each);
         }
     }
@@ -67,7 +68,8 @@ class Intake {
     const std::shared_ptr<Queues> queues_;
     const std::shared_ptr<Outboxes> outboxes_;
     const std::shared_ptr<Homecoming> homecoming_;  // null: home of nothing
-    py::object notify_, other_, failed_, times_, clock_, now_s_;
+    const std::shared_ptr<Bell> bell_;
+    py::object other_, failed_, times_, clock_, now_s_;
     const py::object dtype_;
     const std::vector<py::object> local_;  // of each stage: local index of each expert
     const Column<int64_t> held_rows_;      // [ranks]

@@ -1,6 +1,7 @@
 // The Python module `asyncmoe.native._columns`.
 #include <pybind11/pybind11.h>
 
+#include "bell.h"
 #include "chunks.h"
 #include "draws.h"
 #include "experts.h"
@@ -52,6 +53,7 @@ PYBIND11_MODULE(_columns, m) {
     bind_outbound(m);
     bind_queues(m);
     bind_outboxes(m);
+    bind_bell(m);
     bind_intake(m);
     bind_reader(m);
     bind_writer(m);

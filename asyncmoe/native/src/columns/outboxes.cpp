@@ -13,7 +13,7 @@ namespace {
 constexpr int64_t kSmallestShare = 4;  // see `Outbox.SMALLEST_SHARE`
 
 struct Attributes {
-    PyObject* const rows = PyUnicode_InternFromString("rows");
+    PyObject* const post = PyUnicode_InternFromString("post");
     PyObject* const split = PyUnicode_InternFromString("split_with_sizes");
     py::object peer_lost = py::module_::import("asyncmoe.errors").attr("PeerLost");
 };
@@ -44,12 +44,12 @@ size_t first_above(size_t count, int64_t rank, F rank_of) {
 }  // namespace
 
 Outboxes::Outboxes(int64_t rank, int64_t world, int64_t window_rows, int64_t parcel_rows,
-                   int64_t row_bytes, py::object post, py::array_t<int64_t> sent_rows)
+                   int64_t row_bytes, py::object transport, py::array_t<int64_t> sent_rows)
     : rank_(rank),
       window_(window_rows),
       parcel_rows_(parcel_rows),
       row_bytes_(row_bytes),
-      post_(std::move(post)),
+      transport_(std::move(transport)),
       sent_rows_(std::move(sent_rows)),
       boxes_(world),
       bytes_to_(world, 0) {
@@ -162,7 +162,7 @@ void Outboxes::post_pieces(int64_t peer, const py::object& parcel, int64_t rows)
 
 void Outboxes::post(int64_t peer, const py::object& parcel, int64_t rows) {
     try {
-        call(post_, py::int_(peer), parcel);
+        call_method(transport_, attributes().post, py::int_(peer), parcel);
     } catch (py::error_already_set& error) {
         if (!error.matches(attributes().peer_lost)) throw;
         return;  // whoever depends on it is told by `on_peer_lost`

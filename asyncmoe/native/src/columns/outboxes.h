@@ -13,7 +13,7 @@ class Outboxes {
   public:
     // See the twin. `sent_rows`: [stages, ranks].
     Outboxes(int64_t rank, int64_t world, int64_t window_rows, int64_t parcel_rows,
-             int64_t row_bytes, py::object post, py::array_t<int64_t> sent_rows);
+             int64_t row_bytes, py::object transport, py::array_t<int64_t> sent_rows);
 
     py::object send(const py::list& parcels);
     py::list answer(int64_t stage, const py::list& back, py::object out);
@@ -26,7 +26,7 @@ class Outboxes {
 
     template <typename F>
     void each_reference(F visit) {
-        visit(post_);
+        visit(transport_);
         for (const auto& box : boxes_) {
             if (box == nullptr || box.use_count() > 1) continue;
             for (Waiting& each : box->waiting) visit(each.parcel);
@@ -51,7 +51,7 @@ class Outboxes {
     void post_pieces(int64_t peer, const py::object& parcel, int64_t rows);
 
     const int64_t rank_, window_, parcel_rows_, row_bytes_;
-    py::object post_;
+    py::object transport_;
     py::array_t<int64_t> sent_rows_;
     std::vector<std::shared_ptr<Box>> boxes_;  // by rank; null: oneself, or one that is lost
     std::vector<int64_t> bytes_to_;
