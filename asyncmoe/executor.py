@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import numpy as np
+
 from asyncmoe.bell import make_bell
 from asyncmoe.device import Device
 from asyncmoe.microqueue import Queues
@@ -167,8 +169,15 @@ class Executor:
         if stage is None:
             asleep = self._running or self._synchronous  # until something happens
             self._look_again(None if asleep else now_s + ASK_AGAIN_S)
-        elif not 0 <= stage < len(runnable) or not runnable[stage]:
-            raise ValueError(f"it chose stage {stage}, which is not runnable")
+        elif (
+            not isinstance(stage, int | np.integer)
+            or not 0 <= stage < len(runnable)
+            or not runnable[stage]
+        ):
+            allowed = np.flatnonzero(runnable).tolist()
+            raise ValueError(
+                f"the scheduler chose stage {stage!r}; runnable are {allowed}, or None"
+            )
         return stage
 
     def _is_full(self, stage: int) -> bool:

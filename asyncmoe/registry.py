@@ -219,6 +219,9 @@ def _checked(group: str, loaded: object, what: str) -> type[Any]:
     contract = _contract(group)
     if not (inspect.isclass(loaded) and issubclass(loaded, contract)):
         raise ConfigError(f"{what} is not a subclass of {contract.__module__}.{contract.__name__}")
+    if inspect.isabstract(loaded):
+        missing = ", ".join(sorted(getattr(loaded, "__abstractmethods__", ())))
+        raise ConfigError(f"{what} lacks what {contract.__name__} wants of it: {missing}")
     return loaded
 
 

@@ -222,7 +222,7 @@ class Raising(Scheduler):
 
 
 @pytest.mark.parametrize(
-    ("rule", "said"), [(Wrong, "stage 2, which is not runnable"), (Raising, "oops")]
+    ("rule", "said"), [(Wrong, "chose stage 2; runnable are "), (Raising, "oops")]
 )
 async def test_a_faulty_scheduler_is_reported_instead_of_sleeping(
     rule: type[Scheduler], said: str

@@ -11,6 +11,7 @@ import numpy as np
 import orjson
 import pytest
 
+from asyncmoe.cli.main import main
 from asyncmoe.errors import AsyncMoeError, ConfigError, UnknownName
 from asyncmoe.experiment.figures import read_figures
 from asyncmoe.experiment.grid import check, layout, settings, virtual_config
@@ -161,14 +162,56 @@ def test_two_runs_with_one_seed_are_equal_and_a_group_of_replicas_runs() -> None
 
 
 def test_impairments_have_names() -> None:
-    assert tables(["none", "delay:0-1,50"], live=True) == {
+    assert tables(["none", "delay:0-1,50"], live=True, world=2) == {
         "none": {},
         "delay=0-1,50": {"links": {"links": {"0-1": {"latency_ms": 50.0}}}},
     }
     with pytest.raises(ConfigError, match="allowed: none"):
-        tables(["late:3"], live=False)
+        tables(["late:3"], live=False, world=2)
     with pytest.raises(ConfigError, match="--virtual"):
-        tables(["noise:0.1"], live=True)
+        tables(["noise:0.1"], live=True, world=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("delay:nan", "MS is 'nan'; allowed: 0 to"),
+        ("delay:-5", "MS is '-5'"),
+        ("delay:0-9,5", "link '0-9' names rank 9; there are 2 ranks"),
+        ("delay:0-0,5", "link '0-0' is from a rank to itself"),
+        ("delay:a-b,5", "link 'a-b' is not a link"),
+        ("jitter:inf", "MS is 'inf'"),
+        ("narrow:nan", "MBIT_PER_S is 'nan'"),
+        ("narrow:1e-300", "MBIT_PER_S is '1e-300'; allowed: 0.001 to"),
+        ("stall:1,nan", "S is 'nan'; allowed: 0 to 1"),
+        ("stall:0,0", "EVERY_S is '0'"),
+        ("noise:1", "TAKEN is '1'; allowed: 0 to 0.99"),
+    ],
+)
+def test_an_impairment_that_cannot_be_is_refused_by_its_own_name(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        tables([text], live=False, world=2)
+    assert str(refused.value).startswith(f"--impairments {text!r}: ")
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--live", "--shape", "gpt-oss-120b"], "--shape is for --virtual"),
+        (["--model", "tiny"], "--model is for --live"),
+        (["--scheduler", "mtfs"], "--scheduler is for one rule"),
+        (["--schedulers", ","], "--schedulers ',' names no rule"),
+        (["--duration", "0.2", "--ramp", "0.5"], "--ramp is 0.5 and --duration 0.2"),
+        (["--results", "/nowhere/x.json"], "--results /nowhere/x.json cannot be written"),
+        (["--report", "/nowhere/x.html"], "--report /nowhere/x.html cannot be written"),
+    ],
+)
+def test_what_compare_cannot_do_is_refused_before_it_runs(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", "--ranks", "2", *flags]) == 2
+    assert message in capsys.readouterr().err
 
 
 def asyncmoe(*arguments: str) -> subprocess.CompletedProcess[str]:

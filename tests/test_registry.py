@@ -162,6 +162,12 @@ def test_a_wrong_class_of_a_file_names_those_that_it_has(scheduler_file: Path) -
         registry.find("schedulers", f"{scheduler_file}:Lats")
     with pytest.raises(ConfigError, match=r"'Other', is not a subclass of .*Scheduler"):
         registry.find("schedulers", f"{scheduler_file}:Other")
+    scheduler_file.write_text(
+        "from asyncmoe.scheduler import Scheduler\nclass Half(Scheduler):\n    pass\n"
+    )
+    half = scheduler_file.rename(scheduler_file.with_name("half.py"))
+    with pytest.raises(ConfigError, match="'Half', lacks what Scheduler wants of it: choose"):
+        registry.find("schedulers", f"{half}:Half")
 
 
 def test_a_file_that_is_missing_or_broken_says_so(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from asyncmoe.workload.workload import WorkloadConfig
 
 _VIRTUAL_WINDOW = {"ramp_s": 0.5, "duration_s": 1.5}
 _LIVE_WINDOW = {"ramp_s": 2.0, "duration_s": 10.0}
+_SHAPE, _HARDWARE = "qwen3-30b-a3b", "l40s"
 _IN_FLIGHT = 32  # requests of a home rank
 
 
@@ -49,10 +50,8 @@ def add_parser(subparsers: Any) -> None:
         default=["none"],
         help=f"states of the network: {impairments.ALLOWED} (default none)",
     )
-    parser.add_argument(
-        "--shape", default="qwen3-30b-a3b", help="virtual: the model (default qwen3-30b-a3b)"
-    )
-    parser.add_argument("--hardware", default="l40s", help="virtual: the devices (default l40s)")
+    parser.add_argument("--shape", help=f"virtual: the model (default {_SHAPE})")
+    parser.add_argument("--hardware", help=f"virtual: the devices (default {_HARDWARE})")
     add_run_arguments(parser)
     workload_flags.add_arguments(parser)
     configflags.add_arguments(parser)
@@ -75,26 +74,33 @@ def _experiment(args: argparse.Namespace, config: Config) -> Experiment:
     workload |= workload_flags.given(args, WorkloadConfig)
     measure = workload_flags.given(args, MeasureConfig)
     ramp_s = float(measure.get("ramp_s", window["ramp_s"]))
-    measure_s = float(workload.pop("duration_s", window["duration_s"])) - ramp_s
+    duration_s = float(workload.pop("duration_s", window["duration_s"]))
+    if not 0 <= ramp_s < duration_s:
+        raise ConfigError(
+            f"--ramp is {ramp_s:g} and --duration {duration_s:g}; allowed: a ramp from 0 on, and a "
+            "duration beyond it, which it counts in"
+        )
+    _check_world(args, live)
     routing = config.model.routing
     if not live and routing == MODEL:
         routing = "uniform"
     systems = _systems(args, live)
-    cluster = {"hosts": config.cluster.ranks, "ranks_per_host": 1, "hardware": args.hardware}
+    hardware, shape = args.hardware or _HARDWARE, args.shape or _SHAPE
+    cluster = {"hosts": config.cluster.ranks, "ranks_per_host": 1, "hardware": hardware}
     values: dict[str, Any] = {
         "name": "compare",
         "title": f"{len(systems)} systems on {config.cluster.ranks} ranks, "
         f"{'live' if live else 'virtual'}",
         "world": "live" if live else "virtual",
-        "model": {"shape": args.shape},
+        "model": {"shape": shape},
         "cluster": cluster,
         "workload": {**workload, "routing": routing},
         "systems": systems,
-        "impairments": impairments.tables(args.impairments, live),
+        "impairments": impairments.tables(args.impairments, live, config.cluster.ranks),
         "config": _engine_settings(config),
         "window": {
             "ramp_s": ramp_s,
-            "measure_s": measure_s,
+            "measure_s": duration_s - ramp_s,
             "best_s": float(measure.get("best_window_s", 60.0)),
         },
     }
@@ -106,8 +112,24 @@ def _experiment(args: argparse.Namespace, config: Config) -> Experiment:
     return checked(values, "the command line")
 
 
+def _check_world(args: argparse.Namespace, live: bool) -> None:
+    """Refuse what the other world alone heeds."""
+    if getattr(args, "scheduler.name", None) is not None:
+        raise ConfigError("--scheduler is for one rule; allowed here: --schedulers A,B")
+    for flag, key in (("shape", "shape"), ("hardware", "hardware"), ("model", "model.name")):
+        if (flag == "model") is not live and getattr(args, key, None) is not None:
+            raise ConfigError(
+                f"--{flag} is for --{'virtual' if live else 'live'}: the model is a --shape on "
+                "--hardware in the virtual world, and a --model live"
+            )
+
+
 def _systems(args: argparse.Namespace, live: bool) -> dict[str, Any]:
-    rules = _split(args.schedulers) or registry.names("schedulers")
+    rules = _split(args.schedulers)
+    if args.schedulers is None:
+        rules = registry.names("schedulers")
+    elif not rules:
+        raise ConfigError(f"--schedulers {args.schedulers!r} names no rule")
     transports: list[str | None] = [*_split(args.transports)]
     if transports and not live:
         raise ConfigError("--transports is for --live; links of the virtual world are modelled")

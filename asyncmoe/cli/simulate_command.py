@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 
+from asyncmoe.cli.outfile import check_writable
 from asyncmoe.cli.untilsignal import run_until_signal
 from asyncmoe.experiment.figures import read_figures
 from asyncmoe.experiment.grid import Setting, check, settings
@@ -67,6 +68,9 @@ def run_experiment(
     runs = settings(experiment, args.quick)
     for setting in runs:
         check(setting)
+    for flag in ("results", "report"):
+        if getattr(args, flag) is not None:
+            check_writable(getattr(args, flag), f"--{flag}")
     # Live runs would take each other's time.
     jobs = 1 if experiment.world == "live" else args.jobs or len(os.sched_getaffinity(0))
     found: list[dict[str, Any]] = []

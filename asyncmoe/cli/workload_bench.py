@@ -13,9 +13,10 @@ from typing import Any
 from tqdm import tqdm
 
 from asyncmoe.cli import workload_flags
+from asyncmoe.cli.outfile import check_writable
 from asyncmoe.cli.untilsignal import run_until_signal
 from asyncmoe.config import Config
-from asyncmoe.errors import AsyncMoeError, ConfigError
+from asyncmoe.errors import AsyncMoeError
 from asyncmoe.metrics.recorder import Recorder
 from asyncmoe.metrics.summary import MeasureConfig
 from asyncmoe.report.page import write_report
@@ -53,8 +54,9 @@ def run(config: Config, args: argparse.Namespace, command: str) -> int:
         values["requests"] = args.batch
     workload = workload_flags.workload({**values, "seed": args.seed})
     measure = workload_flags.measure(workload_flags.given(args, MeasureConfig))
-    for path in filter(None, (args.output, args.report)):
-        _check_writable(Path(path))
+    for flag in ("output", "report"):
+        if getattr(args, flag) is not None:
+            check_writable(Path(getattr(args, flag)), f"--{flag}")
     if args.record_routing is not None:
         path = str(Path(args.record_routing).expanduser().absolute())
         model = config.model.model_copy(update={"record_routing": path})
@@ -112,14 +114,6 @@ def _tell(results: Results, args: argparse.Namespace) -> None:
         write_report(results, Path(args.report))
     text = results.to_json().decode() + "\n" if args.json else _text(results, results.runs[0])
     sys.stdout.write(text)
-
-
-def _check_writable(path: Path) -> None:
-    """Before a long run rather than behind it."""
-    try:
-        path.open("ab").close()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def _shown(config: Config) -> dict[str, Any]:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from asyncmoe.errors import ConfigError
+from asyncmoe.transports.impaired_options import check_link
 
 ALLOWED = "none, delay:S-T,MS, delay:MS, jitter:MS, narrow:MBIT_PER_S, stall:EVERY_S,S, noise:TAKEN"
 
 
-def tables(texts: Sequence[str], live: bool) -> dict[str, Any]:
-    """An entry of `impairments` for each text. Raises `ConfigError` naming it and what may be."""
-    return {text.replace(":", "="): _table(text, live) for text in texts}
+_MOST_MS = 3.6e6
+_LEAST_MBIT, _MOST_MBIT = 1e-3, 1e9
 
 
-def _table(text: str, live: bool) -> dict[str, Any]:
+def tables(texts: Sequence[str], live: bool, world: int) -> dict[str, Any]:
+    """An entry of `impairments` for each text, of links between `world` ranks.
+
+    Raises `ConfigError` naming it and what may be.
+    """
+    return {text.strip().replace(":", "="): _table(text.strip(), live, world) for text in texts}
+
+
+def _table(text: str, live: bool, world: int) -> dict[str, Any]:
     name, _, argument = text.partition(":")
     parts = argument.split(",")
     try:
@@ -23,19 +32,42 @@ def _table(text: str, live: bool) -> dict[str, Any]:
             case "none", [""]:
                 return {}
             case "delay", [ms]:
-                return {"links": {"latency_ms": float(ms)}}
+                return {"links": {"latency_ms": _number(ms, "MS", 0, _MOST_MS)}}
             case "delay", [link, ms]:
-                return {"links": {"links": {link: {"latency_ms": float(ms)}}}}
+                latency_ms = _number(ms, "MS", 0, _MOST_MS)
+                return {"links": {"links": {_link(link, world): {"latency_ms": latency_ms}}}}
             case "jitter", [ms]:
-                return {"links": {"jitter_ms": float(ms)}}
+                return {"links": {"jitter_ms": _number(ms, "MS", 0, _MOST_MS)}}
             case "narrow", [mbit]:
-                return {"links": {"mbit_per_s": float(mbit)}}
+                rate = _number(mbit, "MBIT_PER_S", _LEAST_MBIT, _MOST_MBIT)
+                return {"links": {"mbit_per_s": rate}}
             case "stall", [every_s, seconds]:
-                return {"links": {"stall_every_s": float(every_s), "stall_s": float(seconds)}}
+                every = _number(every_s, "EVERY_S", 1e-3, 3600)
+                return {
+                    "links": {"stall_every_s": every, "stall_s": _number(seconds, "S", 0, every)}
+                }
             case "noise", [taken] if not live:
-                part = float(taken)
+                part = _number(taken, "TAKEN", 0, 0.99)
                 return {"network": {"noise": {"taken": part, "deviation": part / 2}}}
-    except ValueError:
-        pass
+    except ConfigError as error:
+        raise ConfigError(f"--impairments {text!r}: {error}") from None
     where = "; noise is for --virtual" if name == "noise" and live else ""
     raise ConfigError(f"--impairments {text!r}; allowed: {ALLOWED}{where}")
+
+
+def _number(text: str, what: str, least: float, most: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not least <= value <= most:
+        raise ConfigError(f"{what} is {text!r}; allowed: {least:g} to {most:g}")
+    return value
+
+
+def _link(text: str, world: int) -> str:
+    check_link(text, f"link {text!r}", world)
+    source, _, target = text.partition("-")
+    if source == target != "*":
+        raise ConfigError(f"link {text!r} is from a rank to itself; allowed: two different ones")
+    return text

@@ -28,6 +28,7 @@ def run_live(setting: Setting, tell: Tell) -> dict[str, Any]:
 
 async def _run(setting: Setting, tell: Tell, found: list[dict[str, Any]]) -> int:
     telling: list[asyncio.Task[None]] = []
+    recorders: list[Recorder] = []
     end_s = setting.window.ramp_s + setting.window.measure_s
 
     async def keep_telling() -> None:
@@ -38,6 +39,7 @@ async def _run(setting: Setting, tell: Tell, found: list[dict[str, Any]]) -> int
             tell(min(1.0, (loop.time() - begin_s) / end_s))
 
     def started(recorder: Recorder) -> None:
+        recorders.append(recorder)
         telling.append(asyncio.create_task(keep_telling()))
 
     try:
@@ -53,6 +55,9 @@ async def _run(setting: Setting, tell: Tell, found: list[dict[str, Any]]) -> int
     finally:
         for task in telling:
             task.cancel()
+    if faults := recorders[0].faults():
+        ended = ", ".join(f"{count} {reason}" for reason, count in faults.items())
+        raise AsyncMoeError(f"requests ended badly: {ended}; the log on standard error may say why")
     metrics = {**run.metrics, "cluster": run.cluster}
     metrics[DEFAULT_METRIC] = run.metrics["tokens_per_s"]  # live windows are long enough
     found.append({"metrics": metrics, "cost": {}})

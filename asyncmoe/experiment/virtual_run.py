@@ -17,7 +17,7 @@ from asyncmoe.experiment.protocol import Reports, protocol_figures, steps_of
 from asyncmoe.experiment.steady import steady_tokens_per_s
 from asyncmoe.metrics.account import KINDS
 from asyncmoe.metrics.cluster import cluster_figures
-from asyncmoe.metrics.recorder import Record, Recorder
+from asyncmoe.metrics.recorder import FAULTS, Record, Recorder
 from asyncmoe.metrics.summary import summarise
 from asyncmoe.virtual import costs
 from asyncmoe.virtual.cluster import VirtualCluster, virtual_cluster
@@ -32,7 +32,6 @@ from asyncmoe.workload.workload import make_workload
 
 Tell = Callable[[float], None]  # how far a run is, 0 to 1
 _TELLS = 50  # in a run
-_FAULTS = ("failed", "refused", "overloaded")
 _SAMPLES = 400  # of a probe
 _PROBED_RANKS = 64  # more ranks are not sampled: the samples would be more than the run
 
@@ -49,19 +48,22 @@ async def _run(setting: Setting, tell: Tell) -> dict[str, Any]:
     checkpoint = ghost_checkpoint(setting.model.made(), _routing(setting), setting.model.context)
     async with virtual_cluster(config, checkpoint, lambda _: model, place.groups) as cluster:
         before: Reports = {}
-        _set_timers(setting, tell, lambda: before.update(_reports(cluster, model)))
+        target = _Abandoned(cluster)
+
+        def note() -> None:
+            if not target.failed.is_set():  # else ranks may have stopped
+                before.update(_reports(cluster, model))
+
+        _set_timers(setting, tell, note)
         gc.freeze()
         meter = Meter(cluster) if setting.experiment.run_costs else None
         real_s, cpu_s = time.perf_counter(), time.process_time()
-        target = _Abandoned(cluster)
         await drive(target, workload, recorder, target.failed)
+        if target.failed.is_set():
+            raise AsyncMoeError(_why(cluster, target.fault))
         spent_s = time.perf_counter() - real_s, time.process_time() - cpu_s
         bill = None if meter is None else meter.bill()
         after = _reports(cluster, model)
-    if target.failed.is_set():
-        raise AsyncMoeError(
-            f"a request ended as {target.fault!r}; the log on standard error may say why"
-        )
     metrics = _metrics(setting, place, recorder.record(), before or after, after)
     cost = _cost(after, *spent_s)
     if bill is not None:
@@ -107,6 +109,15 @@ def _probed(config: Config, setting: Setting, place: Layout) -> Config:
     return config.model_copy(update={"metrics": MetricsConfig(probe_period_s=period_s)})
 
 
+def _why(cluster: VirtualCluster, fault: str) -> str:
+    """What ended a run: the error of a rank, if one has stopped, or how a request ended."""
+    for each in (each for group in cluster.groups for each in group.ranks):
+        stopped = each.rank.stopped
+        if stopped.done() and (error := stopped.exception()) is not None:
+            return f"rank {each.rank.rank}: {error}"
+    return f"a request ended as {fault!r}; the log on standard error may say why"
+
+
 class _Abandoned:
     """A cluster as a `Target`, whose requests are given up without a word to the ranks.
 
@@ -140,7 +151,7 @@ class _Abandoned:
     def on_end(self, request: int, reason: str) -> None:
         """See `Listener`."""
         if not self._is_over:
-            if reason in _FAULTS:
+            if reason in FAULTS:
                 self.fault = reason
                 self.failed.set()
             self._listener.on_end(request, reason)

@@ -6,6 +6,7 @@ arrays afterwards.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from asyncmoe.workload.workload import Workload
 
 REASONS = ("running", "length", "stop", "aborted", "failed", "refused", "overloaded")
 DONE = (REASONS.index("length"), REASONS.index("stop"))
+FAULTS = ("failed", "refused", "overloaded")  # a run with such ends compares with nothing
 _BLOCK = 1 << 14  # batches that are kept as they came before they become arrays
 
 
@@ -84,6 +86,11 @@ class Recorder:
     def running_count(self) -> int:
         """Requests that have come and not ended."""
         return len(self._arrival_s) - self.ended_count
+
+    def faults(self) -> dict[str, int]:
+        """How many requests ended badly, by how."""
+        ends = Counter(REASONS[reason] for _, _, reason in self._ended)
+        return {reason: ends[reason] for reason in FAULTS if ends[reason]}
 
     def record(self) -> Record:
         """Everything so far."""
