@@ -59,6 +59,14 @@ def test_an_azure_trace_gives_lengths_and_arrivals(tmp_path: Path) -> None:
     assert found.output_tokens.tolist() == [44, 109]
 
 
+def test_arrivals_may_come_from_a_file_without_lengths(tmp_path: Path) -> None:
+    file = tmp_path / "arrivals.csv"
+    file.write_text("arrival_s\n3.5\n1.0\n2.0\n")
+    found = workload(lengths="fixed:4,5", arrivals=f"trace:{file}")
+    assert found.arrival_s.tolist() == [0.0, 1.0, 2.5]
+    assert found.output_tokens.tolist() == [5, 5, 5]
+
+
 def test_json_lines_may_have_no_arrivals(tmp_path: Path) -> None:
     file = tmp_path / "lengths.jsonl"
     file.write_text('{"prompt_tokens": 5, "output_tokens": 7}\n\n')

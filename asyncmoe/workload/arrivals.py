@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncmoe.errors import ConfigError
-from asyncmoe.workload.table import read_table
+from asyncmoe.workload.table import read_arrivals
 
 ALLOWED = "poisson:RATE, bursty:RATE,SIZE, closed:N, trace:PATH or all (rates in requests/s)"
 _MOST = 1 << 24  # requests of one run
@@ -86,10 +86,7 @@ class Trace(Arrivals):
 
     def __init__(self, path: Path) -> None:
         """Raises `ConfigError` if the file has no arrivals."""
-        arrival_s = read_table(path).arrival_s
-        if arrival_s is None:
-            raise ConfigError(f"workload.arrivals: {path} has no column arrival_s")
-        self._arrival_s = arrival_s
+        self._arrival_s = read_arrivals(path)
 
     def draw(
         self, count: int | None, duration_s: float | None, rng: np.random.Generator

@@ -42,37 +42,50 @@ class RequestTable:
 
 def read_table(path: Path) -> RequestTable:
     """Read it. Raises `ConfigError` naming the file, the line and what is wrong with it."""
+    rows = _read(path)
+    for name in ("prompt_tokens", "output_tokens"):
+        if name not in rows[0]:
+            raise ConfigError(f"{path} has no column {name}; allowed: {_ALLOWED}")
+    prompt = np.array(_values(path, rows, "prompt_tokens", _tokens), np.int64)
+    output = np.array(_values(path, rows, "output_tokens", _tokens), np.int64)
+    if "arrival_s" not in rows[0]:
+        return RequestTable(prompt, output, None)
+    arrival = _arrivals(path, rows)
+    order = arrival.argsort(kind="stable")
+    return RequestTable(prompt[order], output[order], arrival[order] - arrival[order[0]])
+
+
+def read_arrivals(path: Path) -> NDArray[np.float64]:
+    """When its requests come, whatever else it says of them: [n], from the first on.
+
+    Raises as `read_table`.
+    """
+    rows = _read(path)
+    if "arrival_s" not in rows[0]:
+        raise ConfigError(f"{path} has no column arrival_s (or TIMESTAMP)")
+    arrival: NDArray[np.float64] = np.sort(_arrivals(path, rows))
+    arrival -= arrival[0]
+    return arrival
+
+
+def _read(path: Path) -> list[Mapping[str, Any]]:
+    """Its rows, at least one."""
     try:
         if path.stat().st_size > FILE_BYTES:
             raise ConfigError(f"{path} is longer than {FILE_BYTES} bytes")
         with path.open(encoding="utf-8", newline="") as file:
-            rows = _json_rows if path.suffix in (".jsonl", ".json") else _csv_rows
-            prompt, output, arrival = _columns(path, rows(path, file))
+            rows = (_json_rows if path.suffix in (".jsonl", ".json") else _csv_rows)(path, file)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{path} is no table: {error}") from None
-    if not len(prompt):
+    if not rows:
         raise ConfigError(f"{path} has no requests")
-    if arrival is None:
-        return RequestTable(prompt, output, None)
-    order = arrival.argsort(kind="stable")
-    arrival = arrival[order] - arrival[order[0]]
-    return RequestTable(prompt[order], output[order], arrival)
+    return rows
 
 
-def _columns(
-    path: Path, rows: list[Mapping[str, Any]]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64] | None]:
-    known = set(rows[0]) if rows else {"prompt_tokens", "output_tokens"}
-    for name in ("prompt_tokens", "output_tokens"):
-        if name not in known:
-            raise ConfigError(f"{path} has no column {name}; allowed: {_ALLOWED}")
-    prompt = np.array(_values(path, rows, "prompt_tokens", _tokens), np.int64)
-    output = np.array(_values(path, rows, "output_tokens", _tokens), np.int64)
-    if "arrival_s" not in known:
-        return prompt, output, None
-    return prompt, output, np.array(_values(path, rows, "arrival_s", _seconds), np.float64)
+def _arrivals(path: Path, rows: list[Mapping[str, Any]]) -> NDArray[np.float64]:
+    return np.array(_values(path, rows, "arrival_s", _seconds), np.float64)
 
 
 def _values(
