@@ -111,7 +111,7 @@ def test_a_report_is_whole_and_fetches_nothing() -> None:
         "Batch sizes", "Link utilisation", "Queueing delay by stage", "a paper", "0.900",
     ):  # fmt: skip
         assert title in checker.text
-    assert "50.0 % of the link" in checker.text
+    assert "50 % of the link" in checker.text
     assert len(page(results(*runs))) < 200_000
 
 
