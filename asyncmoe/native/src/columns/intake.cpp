@@ -102,7 +102,9 @@ void Homecoming::complete(const Column<const int64_t>& done) {
     if (done.size == 0) return;
     const auto chunk_of_slot = column<int64_t>(chunk_of_slot_, "chunk");
     Fresh<int64_t> chunk_of_row(done.size);
-    for (py::ssize_t i = 0; i < done.size; ++i) chunk_of_row[i] = chunk_of_slot.at(done[i], "chunk");
+    for (py::ssize_t i = 0; i < done.size; ++i) {
+        chunk_of_row[i] = chunk_of_slot.at(done[i], "chunk");
+    }
     const auto ready = columns::complete(chunk_of_row.array, missing_, earlier_, stage_of_chunk_,
                                          parked_);
     if (ready.size() == 0) return;

@@ -227,7 +227,9 @@ py::dict Outboxes::held_back(int64_t stage) const {
     for (size_t peer = 0; peer < boxes_.size(); ++peer) {
         if (!boxes_[peer]) continue;
         int64_t rows = 0;
-        for (const Waiting& each : boxes_[peer]->waiting) rows += each.stage == stage ? each.rows : 0;
+        for (const Waiting& each : boxes_[peer]->waiting) {
+            if (each.stage == stage) rows += each.rows;
+        }
         if (rows != 0) found[py::int_(peer)] = rows;
     }
     return found;
