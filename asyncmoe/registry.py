@@ -76,8 +76,19 @@ def names(group: str) -> list[str]:
 
 
 def make_scheduler(config: SchedulerConfig, context: SchedulerContext) -> Scheduler:
-    """The configured scheduler for one rank. Raises as `scheduler_parameters` does."""
-    return find("schedulers", config.name)(context, scheduler_parameters(config))
+    """The configured scheduler for one rank.
+
+    Raises as `scheduler_parameters` does, and `ConfigError` for what its making raises.
+    """
+    kind, parameters = find("schedulers", config.name), scheduler_parameters(config)
+    try:
+        return kind(context, parameters)
+    except AsyncMoeError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"scheduler {config.name!r} cannot be made: {type(error).__name__}: {error}"
+        ) from error
 
 
 def scheduler_parameters(config: SchedulerConfig) -> SchedulerParameters:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ STEP_S = 0.002
 class TimerTarget:
     """A token every `STEP_S` for each request; refuses what `refused` names."""
 
-    def __init__(self, refused: tuple[int, ...] = ()) -> None:
+    def __init__(self, refused: Sequence[int] = ()) -> None:
         self._loop, self._refused = asyncio.get_running_loop(), refused
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self.most = 0
@@ -105,6 +106,12 @@ async def test_refused_requests_are_replaced_and_counted() -> None:
     assert ends(record) == {"length": 3, "refused": 3}
 
 
+async def test_a_closed_loop_that_is_not_served_asks_again_after_a_while() -> None:
+    target = TimerTarget(refused=range(10_000))
+    record = await driven(workload(arrivals="closed:2", duration_s=0.35), target)
+    assert 4 <= ends(record)["refused"] <= 8
+
+
 async def test_stop_aborts_what_runs_and_submits_nothing_more() -> None:
     stop, recorder = asyncio.Event(), Recorder()
     asyncio.get_running_loop().call_later(0.02, stop.set)
@@ -151,6 +158,7 @@ async def test_a_live_engine_runs_a_workload() -> None:
             await drive(target, workload(requests=6), recorder)
             record = recorder.record()
             assert ends(record) == {"length": 4, "overloaded": 2}
+            assert target.fault.is_set()
             tokens = np.bincount(record.token_request, minlength=6)
             assert sorted(tokens.tolist()) == [0, 0, 4, 4, 4, 4]
             endless = workload(lengths="fixed:5,400", arrivals="closed:2", duration_s=0.05)

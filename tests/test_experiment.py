@@ -14,8 +14,9 @@ import pytest
 from asyncmoe.cli.main import main
 from asyncmoe.errors import AsyncMoeError, ConfigError, UnknownName
 from asyncmoe.experiment.figures import read_figures
-from asyncmoe.experiment.grid import check, layout, settings, virtual_config
+from asyncmoe.experiment.grid import layout, settings, virtual_config
 from asyncmoe.experiment.impairments import tables
+from asyncmoe.experiment.precheck import check
 from asyncmoe.experiment.schema import Experiment, checked, load
 from asyncmoe.experiment.steady import steady_tokens_per_s
 from asyncmoe.experiment.virtual_run import cost_model, run_virtual
@@ -56,8 +57,7 @@ def test_every_example_file_asks_for_runs_that_can_be() -> None:
     }  # fmt: skip
     for path in FILES:
         experiment = load(path)
-        for setting in settings(experiment, quick=True):
-            check(setting)
+        check(settings(experiment, quick=True))
         for figure in read_figures(experiment):
             assert figure.references()
 
@@ -203,6 +203,16 @@ def test_an_impairment_that_cannot_be_is_refused_by_its_own_name(text: str, mess
         (["--scheduler", "mtfs"], "--scheduler is for one rule"),
         (["--schedulers", ","], "--schedulers ',' names no rule"),
         (["--duration", "0.2", "--ramp", "0.5"], "--ramp is 0.5 and --duration 0.2"),
+        (["--routing", "foo"], "model.routing is 'foo'; allowed: model, uniform"),
+        (["--live", "--routing", "foo"], "model.routing is 'foo'; allowed: model, uniform"),
+        (["--routing", "replay:/x"], "there is no file /x with a routing recording"),
+        (["--live", "--transports", "nosuch"], "unknown transport 'nosuch'"),
+        (
+            ["--live", "--transports", "impaired:tcp", "--transport.options.latenc_ms", "3"],
+            "Did you mean 'latency_ms'",
+        ),
+        (["--schedulers", "defrag", "--scheduler.parameters.decay", "7"], "decay is 7"),
+        (["--live", "--schedulers", "mtfs", "--scheduler.parameters.x", "1"], "'mtfs' 'x'"),
         (["--results", "/nowhere/x.json"], "--results /nowhere/x.json cannot be written"),
         (["--report", "/nowhere/x.html"], "--report /nowhere/x.html cannot be written"),
     ],
@@ -212,6 +222,25 @@ def test_what_compare_cannot_do_is_refused_before_it_runs(
 ) -> None:
     assert main(["compare", "--ranks", "2", *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [["--seed", "-1"], ["--jobs", "x"]])
+def test_a_number_that_cannot_be_is_told_with_what_may(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["compare", *flags])
+    assert f"{flags[1]!r} is not a number from" in capsys.readouterr().err
+
+
+def test_a_wrong_key_of_a_link_is_told_before_anything_runs() -> None:
+    def checking(**links: Any) -> None:
+        check(settings(toy(impairments={"late": {"links": links}}), False))
+
+    with pytest.raises(UnknownName, match="Did you mean 'latency_ms'"):
+        checking(links={"0-1": {"latenc_ms": 5}})
+    with pytest.raises(ConfigError, match="names rank 7; there are 2 ranks"):
+        checking(links={"0-7": {"latency_ms": 5}})
 
 
 def asyncmoe(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -226,7 +255,7 @@ def test_the_example_rule_is_compared_with_a_built_in_one(tmp_path: Path) -> Non
     done = asyncmoe(
         "compare", "--virtual", "--ranks", "2", "--shape", "mixtral-8x7b", "--hardware", "l40s",
         "--schedulers", f"mtfs,{EXAMPLES / 'my_rule.py'}:FullestTail", "--json",
-        "--duration", "0.05", "--ramp", "0.01", "--kv.blocks", "5000", "--report", str(report),
+        "--duration", "0.2", "--ramp", "0.01", "--kv.blocks", "5000", "--report", str(report),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     runs = orjson.loads(done.stdout)["runs"]
@@ -250,6 +279,64 @@ def test_simulate_prints_one_line_with_the_published_figures_beside_ours(tmp_pat
     found = orjson.loads(done.stdout)["workloads"]["workload"]
     assert found["published"] == {"tok_s": 7}
     assert found["ours"]["tok_s"] > 0
+
+
+RULES = """
+from asyncmoe.scheduler import Scheduler
+
+class Never(Scheduler):
+    def choose(self, view):
+        return None
+
+class Fails(Scheduler):
+    def choose(self, view):
+        raise ValueError("what went wrong")
+
+class NotMade(Never):
+    def __init__(self, context, parameters):
+        raise RuntimeError("what went wrong")
+"""
+
+
+def test_runs_that_fail_are_told_and_the_others_count(tmp_path: Path) -> None:
+    rules, report = tmp_path / "rules.py", tmp_path / "rules.html"
+    rules.write_text(RULES)
+    done = asyncmoe(
+        "compare", "--virtual", "--ranks", "2", "--shape", "mixtral-8x7b", "--json",
+        "--schedulers", f"{rules}:Never,mtfs,{rules}:Fails",
+        "--duration", "0.2", "--ramp", "0.01", "--kv.blocks", "5000", "--report", str(report),
+    )  # fmt: skip
+    assert done.returncode == 1
+    never, mtfs, fails = orjson.loads(done.stdout)["runs"]
+    assert mtfs["steady_tokens_per_s"] > 0
+    assert never["error"].startswith("no token came between 0.01 and 0.2 s")
+    assert fails["error"].endswith("what went wrong")
+    for name in ("Never", "Fails"):
+        assert f"the run of {name} failed: " in done.stderr
+        assert f"<b>{name}</b>: " in report.read_text("utf-8")
+
+
+def test_a_rule_that_cannot_be_made_is_an_error_with_its_name(tmp_path: Path) -> None:
+    (tmp_path / "rules.py").write_text(RULES)
+    systems = {"one": {"scheduler": f"{tmp_path}/rules.py:NotMade"}}
+    with pytest.raises(ConfigError, match="NotMade' cannot be made: RuntimeError: what went wrong"):
+        check(settings(toy(systems=systems), False))
+
+
+def test_a_figure_of_an_unknown_metric_ends_with_the_first_run(tmp_path: Path) -> None:
+    experiment = toy(figures={"a": "ep:all.itl_ms.p98"})
+    names = {"model": "model", "cluster": "cluster", "system": "async"}
+    figure = read_figures(experiment)[0]
+    with pytest.raises(UnknownName, match=r"Did you mean 'all.itl_ms.p9[09]'"):
+        figure.check(names, {"all": {"itl_ms": {"p90": 1.0, "p99": 2.0}}})
+    figure.check({**names, "cluster": "another"}, {})
+
+
+def test_a_run_that_ends_within_its_ramp_is_an_error() -> None:
+    workload = {**TOY["workload"], "arrivals": "all", "requests": 4}
+    setting = settings(toy(workload=workload, window={"ramp_s": 5.0, "measure_s": 1.0}), False)[0]
+    with pytest.raises(AsyncMoeError, match=r"within the ramp of 5 s.*allowed: a shorter ramp"):
+        run_virtual(setting, lambda _: None)
 
 
 def test_a_run_whose_requests_do_not_fit_ends_with_an_error() -> None:

@@ -174,7 +174,8 @@ def test_an_axis_may_run_down() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0, "0"), (0.02, "0.02"), (1024, "1024"), (15_000, "15k"), (2.5e9, "2.5G")]
+    ("value", "text"),
+    [(0, "0"), (5e-4, "5e-4"), (0.02, "0.02"), (1024, "1024"), (15_000, "15k"), (2.5e9, "2.5G")],
 )
 def test_numbers_are_short(value: float, text: str) -> None:
     assert short(value) == text

@@ -15,6 +15,7 @@ import orjson
 
 from asyncmoe import configflags
 from asyncmoe.cli import workload_bench
+from asyncmoe.cli.numberflags import whole
 from asyncmoe.cli.synthetic import Finished, random_prompts, run_batch
 from asyncmoe.cli.timetable import time_table
 from asyncmoe.cli.untilsignal import run_until_signal
@@ -55,10 +56,10 @@ def add_parser(subparsers: Any) -> None:
         help="also print where the time of a step went, on each rank; on a terminal it is shown "
         "while it runs",
     )
-    parser.add_argument("--batch", type=_count, default=32, help="requests at once (default 32)")
-    parser.add_argument("--prompt", type=_count, default=64, help="prompt tokens (default 64)")
-    parser.add_argument("--new", type=_count, default=64, help="new tokens of each (default 64)")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts (default 0)")
+    parser.add_argument("--batch", type=whole(1), default=32, help="requests at once (default 32)")
+    parser.add_argument("--prompt", type=whole(1), default=64, help="prompt tokens (default 64)")
+    parser.add_argument("--new", type=whole(1), default=64, help="new tokens of each (default 64)")
+    parser.add_argument("--seed", type=whole(0), default=0, help="of the prompts (default 0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     workload_bench.add_arguments(parser)
     configflags.add_arguments(parser)
@@ -171,10 +172,3 @@ async def _nothing() -> AsyncIterator[None]:
 def _up(lines: int) -> str:
     """To the line that many above, with all below it cleared."""
     return f"\x1b[{lines}A\x1b[J" if lines else ""
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return value

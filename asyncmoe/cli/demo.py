@@ -12,6 +12,7 @@ import aiohttp
 import orjson
 
 from asyncmoe import configfile, configflags, log
+from asyncmoe.cli.numberflags import whole
 from asyncmoe.cli.timetable import time_table
 from asyncmoe.cli.untilsignal import run_until_signal
 from asyncmoe.config import Config
@@ -33,7 +34,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--prompt", default="There was once a prince", help="what the model continues"
     )
-    parser.add_argument("--max-tokens", type=int, default=128, help="most new tokens")
+    parser.add_argument("--max-tokens", type=whole(1), default=128, help="most new tokens")
     configflags.add_arguments(parser)
 
 

@@ -12,12 +12,14 @@ from typing import Any
 
 import orjson
 
+from asyncmoe.cli.numberflags import whole
 from asyncmoe.cli.outfile import check_writable
 from asyncmoe.cli.untilsignal import run_until_signal
 from asyncmoe.experiment.figures import read_figures
-from asyncmoe.experiment.grid import Setting, check, settings
+from asyncmoe.experiment.grid import Setting, settings
 from asyncmoe.experiment.outcome import Outcome
-from asyncmoe.experiment.pool import run_all
+from asyncmoe.experiment.pool import Result, run_all
+from asyncmoe.experiment.precheck import check
 from asyncmoe.experiment.schema import Experiment, load
 from asyncmoe.report.results import Results
 
@@ -44,9 +46,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--results", type=Path, metavar="FILE.json", help="write every run's metrics as well"
     )
-    parser.add_argument("--seed", type=int, help="instead of the file's")
+    parser.add_argument("--seed", type=whole(0), metavar="N", help="instead of the file's")
     parser.add_argument(
-        "--jobs", type=_count, help="runs at once (default: one for each core)", metavar="N"
+        "--jobs", type=whole(1), metavar="N", help="runs at once (default: one for each core)"
     )
 
 
@@ -61,23 +63,30 @@ def run_experiment(
     as_json: Callable[[Outcome], dict[str, Any]],
     as_text: Callable[[Outcome], str],
 ) -> int:
-    """Run, print and write what `args` ask for. Returns the exit status; raises `AsyncMoeError`."""
+    """Run, print and write what `args` ask for. Returns the exit status; raises `AsyncMoeError`.
+
+    Where runs failed, or a signal ended them, what the others gave is printed all the same.
+    """
     if args.seed is not None:
         experiment = experiment.model_copy(update={"seed": args.seed})
-    read_figures(experiment)  # a mistake in them is known before hours of work
+    figures = read_figures(experiment)  # a mistake in them is known before hours of work
     runs = settings(experiment, args.quick)
-    for setting in runs:
-        check(setting)
+    check(runs)
     for flag in ("results", "report"):
         if getattr(args, flag) is not None:
             check_writable(getattr(args, flag), f"--{flag}")
     # Live runs would take each other's time.
     jobs = 1 if experiment.world == "live" else args.jobs or len(os.sched_getaffinity(0))
-    found: list[dict[str, Any]] = []
-    status = run_until_signal(_run(runs, jobs, found))
-    if not found:
-        return status
+    found: list[Result] = [{"error": "it was ended before it was through"} for _ in runs]
+
+    def check_metrics(number: int) -> None:
+        for figure in figures:
+            figure.check(runs[number].names, found[number]["metrics"])
+
+    status = run_until_signal(_run(runs, jobs, found, check_metrics))
     outcome = Outcome(experiment, runs, found)
+    if not outcome.ended:
+        return status
     sys.stderr.write(outcome.costs_text())
     if args.results is not None or args.report is not None:
         _write(outcome.report(_command()), args)
@@ -86,9 +95,11 @@ def run_experiment(
     return status
 
 
-async def _run(runs: list[Setting], jobs: int, found: list[dict[str, Any]]) -> int:
-    found += await run_all(runs, jobs)
-    return 0
+async def _run(
+    runs: list[Setting], jobs: int, found: list[Result], check_metrics: Callable[[int], None]
+) -> int:
+    await run_all(runs, jobs, found, check_metrics)
+    return int(any("error" in each for each in found))
 
 
 def _write(results: Results, args: argparse.Namespace) -> None:
@@ -103,10 +114,3 @@ def _write(results: Results, args: argparse.Namespace) -> None:
 def _command() -> str:
     """This command, to be typed again."""
     return shlex.join(["asyncmoe", *sys.argv[1:]])
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return value

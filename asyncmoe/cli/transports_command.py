@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 from asyncmoe import registry
+from asyncmoe.cli.numberflags import positive_s, whole
 from asyncmoe.errors import UnknownName
 from asyncmoe.netbench.plan import FOCUS_BYTES, MIB, PATTERNS, SWEEP_BYTES, Plan
 
@@ -49,7 +50,7 @@ def add_parser(subparsers: Any) -> None:
     bench.add_argument(
         "--transports", type=_names, metavar="A,B", help="which; by default all that are compared"
     )
-    bench.add_argument("--ranks", type=_whole(2, 64), default=2, help="processes (default 2)")
+    bench.add_argument("--ranks", type=whole(2, 64), default=2, help="processes (default 2)")
     bench.add_argument(
         "--pattern",
         choices=PATTERNS,
@@ -58,7 +59,7 @@ def add_parser(subparsers: Any) -> None:
     )
     bench.add_argument(
         "--sizes",
-        type=_list_of(_whole(1, _MOST_BYTES)),
+        type=_list_of(whole(1, _MOST_BYTES)),
         default=(FOCUS_BYTES,),
         metavar="N,N",
         help=f"bytes of a payload (default {FOCUS_BYTES})",
@@ -68,17 +69,19 @@ def add_parser(subparsers: Any) -> None:
     )
     bench.add_argument(
         "--depth",
-        type=_list_of(_whole(1, _MOST_DEPTH)),
+        type=_list_of(whole(1, _MOST_DEPTH)),
         default=_DEPTHS,
         metavar="N,N",
         help="parcels in flight (default 1,16)",
     )
-    bench.add_argument("--seconds", type=_positive, default=0.5, help="of each round (default 0.5)")
     bench.add_argument(
-        "--rounds", type=_whole(1, 1000), default=3, help="of each case; the best counts (3)"
+        "--seconds", type=positive_s, default=0.5, help="of each round (default 0.5)"
     )
     bench.add_argument(
-        "--idle", type=_positive, default=1.0, help="seconds for idle CPU (default 1)"
+        "--rounds", type=whole(1, 1000), default=3, help="of each case; the best counts (3)"
+    )
+    bench.add_argument(
+        "--idle", type=positive_s, default=1.0, help="seconds for idle CPU (default 1)"
     )
     bench.add_argument("--plot", type=Path, metavar="FOLDER", help="also draw PNG files there")
 
@@ -161,23 +164,3 @@ def _list_of(each: Callable[[str], int]) -> Callable[[str], tuple[int, ...]]:
         return tuple(each(part) for part in text.split(","))
 
     return parse
-
-
-def _whole(least: int, most: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        value = int(text) if text.strip().isdecimal() else least - 1
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least} to {most}")
-        return value
-
-    return parse
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 3600:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, up to 3600")
-    return value

@@ -30,7 +30,10 @@ class Reference:
     metric: str
 
     def of(self, metrics: Mapping[str, Any]) -> float | None:
-        """Its value in the metrics of that run; None where there was nothing to measure."""
+        """Its value in the metrics of that run; None where there was nothing to measure.
+
+        Raises `UnknownName`.
+        """
         value: Any = metrics
         for part in self.metric.split("."):
             if value is None:
@@ -55,6 +58,13 @@ class Figure:
     def references(self) -> list[Reference]:
         """One or two."""
         return [self.above] if self.below is None else [self.above, self.below]
+
+    def check(self, names: Mapping[str, str], metrics: Mapping[str, Any]) -> None:
+        """Raise `UnknownName` if it names a metric that runs like that one, of these `names` by
+        dimension, do not have: those of the same model and cluster have the same."""
+        for each in self.references():
+            if all(each.names[like] == names[like] for like in ("model", "cluster")):
+                each.of(metrics)
 
     def of(self, values: list[float | None]) -> float | None:
         """The figure, from the values of its references."""

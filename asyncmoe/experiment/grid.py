@@ -22,7 +22,6 @@ from asyncmoe.experiment.schema import (
     WorkloadTable,
 )
 from asyncmoe.metrics.summary import MeasureConfig
-from asyncmoe.registry import find
 from asyncmoe.virtual.shapes import Hardware, ModelShape
 from asyncmoe.workload.workload import WorkloadConfig
 
@@ -227,16 +226,6 @@ def live_config(setting: Setting) -> Config:
         overrides["transport.name"] = f"impaired:{inner}"
         overrides["transport.options"] = {**overrides.get("transport.options", {}), **links}
     return configfile.load(overrides=overrides)
-
-
-def check(setting: Setting) -> None:
-    """Raise what its configuration would raise, before anything runs."""
-    setting.workload_config()
-    find("schedulers", setting.system.scheduler)
-    if setting.experiment.world == "live":
-        live_config(setting)
-    else:
-        virtual_config(setting)
 
 
 def _flat(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from asyncmoe.cli.untilsignal import run_until_signal
 from asyncmoe.errors import AsyncMoeError
 from asyncmoe.experiment.figures import DEFAULT_METRIC
 from asyncmoe.experiment.grid import Setting, live_config
+from asyncmoe.experiment.usable import check_usable
 from asyncmoe.metrics.recorder import Recorder
 from asyncmoe.workload.liverun import run_live as measure_live
 
@@ -51,6 +52,7 @@ async def _run(setting: Setting, tell: Tell, found: list[dict[str, Any]]) -> int
             series=setting.series,
             settings=dict(setting.names),
             started=started,
+            until_fault=True,
         )
     finally:
         for task in telling:
@@ -58,6 +60,7 @@ async def _run(setting: Setting, tell: Tell, found: list[dict[str, Any]]) -> int
     if faults := recorders[0].faults():
         ended = ", ".join(f"{count} {reason}" for reason, count in faults.items())
         raise AsyncMoeError(f"requests ended badly: {ended}; the log on standard error may say why")
+    check_usable(run.metrics, setting.window.ramp_s)
     metrics = {**run.metrics, "cluster": run.cluster}
     metrics[DEFAULT_METRIC] = run.metrics["tokens_per_s"]  # live windows are long enough
     found.append({"metrics": metrics, "cost": {}})

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncmoe.experiment.figures import DEFAULT_METRIC, read_figures
+from asyncmoe.experiment.figures import DEFAULT_METRIC, Reference, read_figures
 from asyncmoe.experiment.grid import Setting
 from asyncmoe.experiment.schema import Experiment
 from asyncmoe.report.results import Published, Results, Run
@@ -16,26 +16,39 @@ _DIGITS = 6  # significant ones of a figure
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """An experiment and its results, by setting."""
+    """An experiment and its results, by setting: `pool.run_all` says what they are."""
 
     experiment: Experiment
     settings: Sequence[Setting]
     results: Sequence[Mapping[str, Any]]
+
+    @property
+    def ended(self) -> list[tuple[Setting, Mapping[str, Any]]]:
+        """The runs that have metrics."""
+        pairs = zip(self.settings, self.results, strict=True)
+        return [(setting, result) for setting, result in pairs if "error" not in result]
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """Why the others have none, by label."""
+        pairs = zip(self.settings, self.results, strict=True)
+        return {s.label: str(result["error"]) for s, result in pairs if "error" in result}
 
     def figures(self) -> dict[str, Any]:
         """The result, JSON-ready; equal for equal seeds, bar `run` where costs are asked for."""
         found: dict[str, Any] = {"workloads": self._workloads()}
         if self.experiment.run_costs:
             found["run"] = {
-                setting.label: _rounded(result["cost"])
-                for setting, result in zip(self.settings, self.results, strict=True)
+                setting.label: _rounded(result["cost"]) for setting, result in self.ended
             }
+        if self.failed:
+            found["failed"] = self.failed
         return found
 
     def _workloads(self) -> dict[str, Any]:
         metrics = {
             tuple(sorted(setting.names.items())): result["metrics"]
-            for setting, result in zip(self.settings, self.results, strict=True)
+            for setting, result in self.ended
         }
         figures = read_figures(self.experiment)
         found = {}
@@ -43,9 +56,7 @@ class Outcome:
             ours = {
                 figure.name: figure.of(
                     [
-                        each.of(
-                            metrics[tuple(sorted({**each.names, "workload": workload}.items()))]
-                        )
+                        None if (run := metrics.get(_key(each, workload))) is None else each.of(run)
                         for each in figure.references()
                     ]
                 )
@@ -56,21 +67,29 @@ class Outcome:
         return found
 
     def comparison(self) -> dict[str, Any]:
-        """One entry for each run, with what is mostly compared, JSON-ready."""
+        """One entry for each run, with what is mostly compared or why it failed, JSON-ready."""
         return {
             "runs": [
-                {**self._told_apart(setting), **_rounded(_compared(result["metrics"]))}
+                {
+                    **self._told_apart(setting),
+                    **(
+                        {"error": result["error"]}
+                        if "error" in result
+                        else _rounded(_compared(result["metrics"]))
+                    ),
+                }
                 for setting, result in zip(self.settings, self.results, strict=True)
             ]
         }
 
     def comparison_text(self) -> str:
         """The same as a table."""
-        rows: list[list[str]] = []
-        for run in self.comparison()["runs"]:
-            cells = [value for value in run.values() if isinstance(value, str)]
-            rows.append([*cells, *(_cell(run[name]) for name in _COMPARED)])
-        names = [*self._told_apart(self.settings[0]), *_COMPARED]
+        apart = [*self._told_apart(self.settings[0])]
+        rows = [
+            [*(run[name] for name in apart), *(_cell(run.get(name)) for name in _COMPARED)]
+            for run in self.comparison()["runs"]
+        ]
+        names = [*apart, *_COMPARED]
         wide = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
         return "\n".join(
             "  ".join(f"{cell:<{width}}" for cell, width in zip(row, wide, strict=True)).rstrip()
@@ -82,7 +101,7 @@ class Outcome:
         return "".join(
             f"{setting.label}: {cost['virtual_s']:.2f} virtual s took {cost['real_s']:.1f} s, "
             f"{cost['cpu_s']:.1f} of the CPU; {cost['steps']} steps, {cost['parcels']} parcels\n"
-            for setting, result in zip(self.settings, self.results, strict=True)
+            for setting, result in self.ended
             if (cost := result["cost"])
         )
 
@@ -109,9 +128,10 @@ class Outcome:
                     {k: v for k, v in result["metrics"].items() if k != "cluster"},
                     result["metrics"]["cluster"],
                 )
-                for setting, result in zip(self.settings, self.results, strict=True)
+                for setting, result in self.ended
             ],
             published=self._published(),
+            failed=self.failed,
         )
 
     def _published(self) -> list[Published]:
@@ -141,7 +161,7 @@ class Outcome:
 
 
 _COMPARED = (
-    "tokens_per_s",
+    DEFAULT_METRIC,
     "itl_ms",
     "itl_p99_ms",
     "slowest_1_percent_itl_ms",
@@ -150,6 +170,10 @@ _COMPARED = (
     "expert_rows",
     "device_utilisation",
 )
+
+
+def _key(reference: Reference, workload: str) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted({**reference.names, "workload": workload}.items()))
 
 
 def _compared(metrics: Mapping[str, Any]) -> dict[str, float | None]:

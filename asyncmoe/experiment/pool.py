@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import orjson
 from tqdm import tqdm
 
-from asyncmoe.errors import AsyncMoeError
 from asyncmoe.experiment.grid import Setting
 from asyncmoe.experiment.worker import encode
 
@@ -19,14 +18,18 @@ _LINE_BYTES = 1 << 28  # of a report
 _END_S = 10.0  # for a process that is asked to end
 
 
-class RunFailed(AsyncMoeError):
-    """A run has no result; the message says which one and why."""
+Result = dict[str, Any]  # `{"metrics", "cost"}`, or `{"error"}`: why there are none
 
 
-async def run_all(settings: Sequence[Setting], jobs: int) -> list[dict[str, Any]]:
-    """The result of each setting, in their order; a bar on standard error shows how far all are.
+async def run_all(
+    settings: Sequence[Setting], jobs: int, results: list[Result], check: Callable[[int], None]
+) -> None:
+    """Run each setting and put what came of it where it stands in `results`, as soon as it is
+    there. A bar on standard error shows how far all are.
 
-    Raises `RunFailed` for the first that fails; the others are ended.
+    Args:
+        results: [settings] what counts for a run that does not end, if this is cancelled.
+        check: called with the number of each run that has metrics; what it raises ends the others.
     """
     turns = asyncio.Semaphore(jobs)
     with tqdm(
@@ -36,21 +39,26 @@ async def run_all(settings: Sequence[Setting], jobs: int) -> list[dict[str, Any]
         bar_format="{desc}{percentage:3.0f}% |{bar}| {elapsed} elapsed, {remaining} left",
     ) as bar:
 
-        async def one(setting: Setting) -> dict[str, Any]:
+        async def one(number: int, setting: Setting) -> None:
             async with turns:
                 bar.set_description(setting.label)
-                return await _run(setting, bar)
+                results[number] = await _run(setting, bar)
+            if "error" in results[number]:
+                why = results[number]["error"]
+                bar.write(f"the run of {setting.label} failed: {why}", file=sys.stderr)
+            else:
+                check(number)
 
-        tasks = [asyncio.create_task(one(setting)) for setting in settings]
+        tasks = [asyncio.create_task(one(*each)) for each in enumerate(settings)]
         try:
-            return await asyncio.gather(*tasks)
+            await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _run(setting: Setting, bar: Any) -> dict[str, Any]:
+async def _run(setting: Setting, bar: Any) -> Result:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -77,16 +85,14 @@ async def _run(setting: Setting, bar: Any) -> dict[str, Any]:
     finally:
         await _end(process)
     bar.update(1 - shown)
-    return _result(setting, last, process.returncode)
+    return _result(last, process.returncode)
 
 
-def _result(setting: Setting, last: bytes, status: int | None) -> dict[str, Any]:
-    report: dict[str, Any] = orjson.loads(last) if last else {}
-    if "result" in report:
-        found: dict[str, Any] = report["result"]
-        return found
-    why = report.get("error") or f"its process ended with status {status}"
-    raise RunFailed(f"the run of {setting.label} failed: {why}")
+def _result(last: bytes, status: int | None) -> Result:
+    report: Result = orjson.loads(last) if last else {}
+    if "metrics" in report or "error" in report:
+        return report
+    return {"error": f"its process ended with status {status}"}
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

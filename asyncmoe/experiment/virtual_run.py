@@ -15,6 +15,7 @@ from asyncmoe.errors import AsyncMoeError, ConfigError
 from asyncmoe.experiment.grid import Layout, Setting, layout, virtual_config
 from asyncmoe.experiment.protocol import Reports, protocol_figures, steps_of
 from asyncmoe.experiment.steady import steady_tokens_per_s
+from asyncmoe.experiment.usable import check_usable
 from asyncmoe.metrics.account import KINDS
 from asyncmoe.metrics.cluster import cluster_figures
 from asyncmoe.metrics.recorder import FAULTS, Record, Recorder
@@ -45,7 +46,9 @@ async def _run(setting: Setting, tell: Tell) -> dict[str, Any]:
     place, model, recorder = layout(setting), cost_model(setting), Recorder()
     config = _probed(virtual_config(setting), setting, place)
     workload = make_workload(setting.workload_config())
-    checkpoint = ghost_checkpoint(setting.model.made(), _routing(setting), setting.model.context)
+    shape, seed = setting.model.made(), setting.experiment.seed
+    routing = routing_source(shape, setting.workload.routing, seed)
+    checkpoint = ghost_checkpoint(shape, routing, setting.model.context)
     async with virtual_cluster(config, checkpoint, lambda _: model, place.groups) as cluster:
         before: Reports = {}
         target = _Abandoned(cluster)
@@ -65,6 +68,7 @@ async def _run(setting: Setting, tell: Tell) -> dict[str, Any]:
         bill = None if meter is None else meter.bill()
         after = _reports(cluster, model)
     metrics = _metrics(setting, place, recorder.record(), before or after, after)
+    check_usable(metrics, setting.window.ramp_s)
     cost = _cost(after, *spent_s)
     if bill is not None:
         cost |= {"stage_us": bill.per_stage_us, "parcel_us": bill.per_parcel_us}
@@ -72,9 +76,9 @@ async def _run(setting: Setting, tell: Tell) -> dict[str, Any]:
     return {"metrics": metrics, "cost": cost}
 
 
-def _routing(setting: Setting) -> RoutingSource:
-    shape, text = setting.model.made(), setting.workload.routing
-    made = make_routing(text, shape.moe_layers, shape.experts, shape.top_k, setting.experiment.seed)
+def routing_source(shape: ModelShape, text: str, seed: int) -> RoutingSource:
+    """What chooses the experts of a model of that shape. Raises `ConfigError`."""
+    made = make_routing(text, shape.moe_layers, shape.experts, shape.top_k, seed)
     if made is None:
         raise ConfigError(f"workload.routing is {text!r}: a simulated model has no router")
     return made

@@ -1,7 +1,7 @@
 """The process of one run: reads its setting from standard input, reports on standard output.
 
-Each line is a JSON object: `{"progress": 0.3}` now and then, at the end `{"result": …}` or
-`{"error": …}`.
+Each line is a JSON object: `{"progress": 0.3}` now and then, at the end what the run returns
+or `{"error": …}`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> int:
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     try:
-        last: Mapping[str, Any] = {"result": run(decode(sys.stdin.buffer.read()), out)}
+        last: Mapping[str, Any] = run(decode(sys.stdin.buffer.read()), out)
     except (AsyncMoeError, TimeoutError) as error:
         last = {"error": str(error)}
     except Exception:

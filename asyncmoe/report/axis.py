@@ -58,9 +58,12 @@ def logarithmic(label: str, values: Iterable[float]) -> Axis:
 
 
 def short(value: float) -> str:
-    """A number in few characters: 15k, 36M, 1024, 0.02."""
+    """A number in few characters: 15k, 36M, 1024, 0.02, 5e-4."""
     if value == 0:
         return "0"
+    if abs(value) < 1e-3:
+        power = math.floor(math.log10(abs(value)))
+        return f"{value / 10.0**power:.3g}e{power}"
     if 1000 <= abs(value) < 10000:
         return f"{value:.4g}"
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):

@@ -29,6 +29,7 @@ def page(results: Results) -> str:
     """The report as text; the same results give the same text."""
     sections = [
         _overview(results),
+        _section("Runs that failed", _failures(results.failed)),
         _section("Published figures beside ours", published_table(results.published)),
         "".join(_details(run, index < OPEN_RUNS) for index, run in enumerate(results.runs)),
         _section("All metrics", metric_table(results.runs)),
@@ -84,6 +85,10 @@ def _ms(spread: dict[str, float] | None) -> tuple[str, str]:
     if spread is None:
         return NOTHING, ""
     return f"{spread['mean']:.1f} ms", f"p50 {spread['p50']:.1f}, p99 {spread['p99']:.1f}"
+
+
+def _failures(failed: dict[str, str]) -> str:
+    return "".join(f"<p><b>{escape(name)}</b>: {escape(why)}</p>" for name, why in failed.items())
 
 
 def _details(run: Run, is_open: bool) -> str:

@@ -49,6 +49,7 @@ class Results:
     measure: dict[str, Any]
     runs: list[Run]
     published: list[Published] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)  # why there are no more runs, by name
 
     def to_json(self) -> bytes:
         """One line. The same results give the same bytes."""

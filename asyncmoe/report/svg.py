@@ -8,7 +8,7 @@ from html import escape
 from asyncmoe.report.axis import Axis, short
 
 WIDTH, HEIGHT = 460.0, 290.0
-LEFT, RIGHT, TOP, BOTTOM = 58.0, 18.0, 12.0, 46.0
+LEFT, RIGHT, TOP, BOTTOM = 70.0, 18.0, 12.0, 46.0
 COLOURS = 8
 
 Names = Sequence[tuple[float, str]]  # marks of an axis
@@ -101,8 +101,8 @@ class Chart:
         parts.append(
             f'<text class="label" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" '
             f'text-anchor="middle">{escape(self._x.label)}</text>'
-            f'<text class="label" x="14" y="{middle}" text-anchor="middle" '
-            f'transform="rotate(-90 14 {middle})">{escape(self._y.label)}</text>'
+            f'<text class="label" x="12" y="{middle}" text-anchor="middle" '
+            f'transform="rotate(-90 12 {middle})">{escape(self._y.label)}</text>'
         )
         return "".join(parts)
 

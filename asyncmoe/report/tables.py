@@ -65,6 +65,7 @@ def _groups() -> list[tuple[str, list[tuple[str, Value]]]]:
             "throughput",
             [
                 ("tokens/s, whole window", _at("metrics", "tokens_per_s")),
+                ("tokens/s, evenly counted", _at("metrics", "steady_tokens_per_s")),
                 ("tokens/s, best window", _at("metrics", "best_tokens_per_s")),
                 ("best window, s", _at("metrics", "best_window_s")),
                 ("accepted, requests/s", _at("metrics", "accepted", "requests_per_s")),

@@ -10,8 +10,10 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
-from asyncmoe.metrics.recorder import Recorder
+from asyncmoe.metrics.recorder import FAULTS, Recorder
 from asyncmoe.workload.workload import Workload
+
+RETRY_S = 0.1  # until another request takes the place of one of a closed loop that was not served
 
 
 class Listener(Protocol):
@@ -114,7 +116,10 @@ class _Drive:
         self._recorder.ended(request, self._target.now_s(), reason)
         if self._workload.in_flight is not None and not self._stopped:
             # Later: a target that refuses at once would be asked again from within itself.
-            self._loop.call_soon(self._replace)
+            if reason in FAULTS:
+                self._loop.call_later(RETRY_S, self._replace)
+            else:
+                self._loop.call_soon(self._replace)
         else:
             self._finish_if_over()
 

@@ -12,6 +12,7 @@ from types import TracebackType
 from asyncmoe.errors import RequestError, RequestFailed
 from asyncmoe.frontend.admission import Overloaded
 from asyncmoe.frontend.engine import AsyncEngine
+from asyncmoe.metrics.recorder import FAULTS
 from asyncmoe.sampling import SamplingParams
 from asyncmoe.workload.driver import Listener
 from asyncmoe.workload.workload import Workload
@@ -31,6 +32,7 @@ class LiveTarget:
         self._requests: dict[int, int] = {}  # by the engine's number
         self._tasks: dict[int, asyncio.Task[str]] = {}  # by request
         self.first_number: int | None = None  # the engine's, of request 0
+        self.fault = asyncio.Event()  # a request has failed or was not taken
 
     def __enter__(self) -> LiveTarget:
         self._engine.on_tokens = self._on_tokens
@@ -100,6 +102,8 @@ class LiveTarget:
             reason = "failed"
         else:
             reason = task.result()
+        if reason in FAULTS:
+            self.fault.set()
         self._listener.on_end(request, reason)
 
     def _on_tokens(self, numbers: Sequence[int], now_s: float) -> None:

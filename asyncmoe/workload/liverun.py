@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncmoe.config import Config
+from asyncmoe.errors import AsyncMoeError
 from asyncmoe.frontend.engine import AsyncEngine
 from asyncmoe.metrics.cluster import cluster_figures
 from asyncmoe.metrics.recorder import Recorder
@@ -19,6 +20,7 @@ from asyncmoe.workload.trace import join_parts
 from asyncmoe.workload.workload import WorkloadConfig, make_workload
 
 PROBE_PERIOD_S = 0.02
+WARM_UP_S = 120.0  # a rule that never runs anything would keep it waiting for ever
 WARM_UP = WorkloadConfig(lengths="fixed:16,4", requests=8)  # short enough for any model
 
 Progress = Callable[[Recorder], None]
@@ -33,6 +35,7 @@ async def run_live(
     series: str,
     settings: dict[str, Any],
     started: Progress | None = None,
+    until_fault: bool = False,
 ) -> Run:
     """Start the ranks, warm them up, run the workload, stop the ranks.
 
@@ -42,14 +45,16 @@ async def run_live(
     Args:
         name, series, settings: of the `Run`.
         started: called once with the recorder of the run, for a progress display.
+        until_fault: end with the first request that fails or is not taken.
 
-    Raises what `AsyncEngine.start` does, and `ConfigError` for a workload that cannot be.
+    Raises what `AsyncEngine.start` does, `ConfigError` for a workload that cannot be, and
+    `AsyncMoeError` if requests that warm up do not end.
     """
     config = _with_probe(config)
     engine = await AsyncEngine.start(config)
     try:
         with LiveTarget(engine) as target:
-            await drive(target, make_workload(WARM_UP), Recorder())
+            await _warm_up(target)
         room = engine.room_tokens
         longest = min(workload.longest or room, room)
         planned = make_workload(workload.model_copy(update={"longest": longest}))
@@ -58,7 +63,7 @@ async def run_live(
             started(recorder)
         before = await engine.stats()
         with LiveTarget(engine) as target:
-            await drive(target, planned, recorder)
+            await drive(target, planned, recorder, target.fault if until_fault else None)
         after = await engine.stats()
     finally:
         await asyncio.shield(engine.close())
@@ -74,6 +79,18 @@ async def run_live(
         summarise(recorder.record(), measure),
         cluster_figures(before, after, layers, ramp_s=measure.ramp_s),
     )
+
+
+async def _warm_up(target: LiveTarget) -> None:
+    recorder = Recorder()
+    try:
+        async with asyncio.timeout(WARM_UP_S):
+            await drive(target, make_workload(WARM_UP), recorder)
+    except TimeoutError:
+        raise AsyncMoeError(
+            f"the requests that warm up had {recorder.token_count} tokens after {WARM_UP_S:g} s; "
+            "they were given up"
+        ) from None
 
 
 def _with_probe(config: Config) -> Config:

@@ -6,6 +6,7 @@ the same experts in whatever batch it comes, live or virtual.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from asyncmoe.workload.trace import RoutingTrace, read_routing
 
 MODEL = "model"
 ALLOWED = "model, uniform, zipf:S, hot:EXPERTS,SHARE or replay:FILE"
+_NUMBER = r"\s*\d*\.?\d+\s*"
+_FORMS = re.compile(rf"model|uniform|zipf:{_NUMBER}|hot:\s*\d+\s*,{_NUMBER}|replay:.+")
 
 Choice = tuple[NDArray[np.int64], NDArray[np.float32]]  # experts and weights, [rows, top_k] each
 
@@ -100,6 +103,12 @@ class ReplayedRouting(RoutingSource):
             for layer in range(self.layers)
         ]
         return np.stack(counts) / (len(recorded) * self.top_k)
+
+
+def check_routing(text: str) -> None:
+    """Raise `ConfigError` if `text` has none of the forms; the model is not asked if it fits."""
+    if not _FORMS.fullmatch(text):
+        raise ConfigError(f"model.routing is {text!r}; allowed: {ALLOWED}")
 
 
 def make_routing(

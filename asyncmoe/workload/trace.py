@@ -131,6 +131,8 @@ def read_routing(path: Path) -> RoutingTrace:
     Raises `ConfigError` for a file that is none, `MissingDependency` without pyarrow.
     """
     arrow = _pyarrow()
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path} with a routing recording")
     try:
         table = arrow.parquet.read_table(path)
         shape = [int(table.schema.metadata[name.encode()]) for name in _SHAPE]

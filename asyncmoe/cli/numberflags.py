@@ -1,0 +1,31 @@
+"""Numbers on the command line: types for `argparse` that say what is allowed."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+MOST = 1 << 32
+
+
+def whole(least: int, most: int = MOST) -> Callable[[str], int]:
+    """Whole numbers from `least` to `most`."""
+
+    def parse(text: str) -> int:
+        value = int(text) if text.strip().isdecimal() else least - 1
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least} to {most}")
+        return value
+
+    return parse
+
+
+def positive_s(text: str) -> float:
+    """Seconds, up to an hour."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, up to 3600")
+    return value
