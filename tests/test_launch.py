@@ -82,6 +82,19 @@ async def test_child_gets_config_world_threads_and_token_and_none_in_its_argumen
             await asyncio.wait_for(asyncio.shield(local.failed), 10)
 
 
+@pytest.mark.parametrize("steps", range(6))
+async def test_a_start_that_is_cancelled_at_any_step_leaves_no_child(steps: int) -> None:
+    local = LocalRanks(config_of(3), MEETING, ("sleep", "60"))
+    starting = asyncio.create_task(local.start())
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    starting.cancel()
+    await asyncio.wait([starting])
+    await local.stop(0.0)
+    children = "".join(path.read_text() for path in Path("/proc/self/task").glob("*/children"))
+    assert children == ""
+
+
 async def test_dead_rank_without_a_word_is_reported_with_its_last_lines() -> None:
     program = REPORT + "sys.stderr.write('disk on fire\\n'); sys.exit(3)"
     async with running(program) as local:

@@ -67,10 +67,14 @@ class LocalRanks:
 
     async def start(self) -> None:
         """Start the processes; they load and connect on their own. Raises `OSError`."""
+        starting: asyncio.Task[None] | None = None
         try:
             for rank in range(1, self._config.cluster.ranks):
-                await self._start(rank)
+                starting = asyncio.create_task(self._start(rank))
+                await asyncio.shield(starting)
         except BaseException:
+            if starting is not None:  # else its process would be there, and known to nobody
+                await asyncio.wait([starting])
             await self.stop(0.0)
             raise
 
