@@ -248,6 +248,10 @@ class Transport(ABC):
         """Disconnect from all peers at once, as a crash would. Raises `ConfigError` likewise."""
         raise ConfigError(f"{type(self).__name__} cannot disconnect without closing")
 
+    def payload_bytes(self, parcel: Parcel) -> int:
+        """What the rows of `parcel` take on the wire."""
+        return parcel.payload.nbytes
+
     def carriers(self) -> dict[int, str]:
         """Where a transport chooses for each peer: the name of what moves that peer's parcels."""
         return {}

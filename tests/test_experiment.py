@@ -75,6 +75,33 @@ def test_a_wrong_key_is_told_with_the_nearest() -> None:
         toy(systems={"workload": {}})
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": {"shape": "gpt-oss-120b", "experts": 2}}, "model.top_k is 4 of 2 experts"),
+        ({"workload": {**TOY["workload"], "per_rank": 4}}, "per_rank and arrivals are given"),
+        ({"published": {"workload": {"async_toks": 1.0}}}, "Did you mean 'async_tok_s'"),
+        ({"workload": {"arrivals": "all"}}, "which needs workload.requests to say how many"),
+        ({"config": {"cluster": {"ranks": 2}}}, "config.cluster.ranks is 2: it is set by"),
+        ({"config": {"device": {"name": "cpu"}}}, "config.device.name is 'cpu': it is set by"),
+        ({"config": {"placement": {"attention_ranks": 9}}}, "async: placement.attention_ranks"),
+        ({"impairments": {"x": {"network": {"noise": {"takn": 0.1}}}}}, "noise.taken"),
+        ({"impairments": {"x": {"links": {"links": {"1-1": {}}}}}}, "from a rank to itself"),
+    ],
+)
+def test_what_cannot_be_is_told_before_anything_runs(changes: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(settings(toy(**changes), False))
+
+
+def test_numbers_in_a_file_are_no_texts(tmp_path: Path) -> None:
+    file = tmp_path / "x.toml"
+    text = (EXAMPLES / "layouts.toml").read_text()
+    file.write_text(text.replace("replicas = 2", 'replicas = "2"'))
+    with pytest.raises(ConfigError, match=r"systems.*replicas is '2': Input should be a valid int"):
+        load(file)
+
+
 def test_a_run_is_made_for_every_combination() -> None:
     runs = settings(toy(impairments={"calm": {}, "late": {"links": {"latency_ms": 1}}}), False)
     assert [run.label for run in runs] == ["async calm", "async late", "ep calm", "ep late"]
@@ -118,7 +145,7 @@ def test_layouts_divide_the_devices_and_their_memory() -> None:
     assert dp < ep / 2  # twice the experts on a device
     # All devices together hold somewhat more: no device has all layers' attention.
     assert 16 * ep < 4 * pp < 1.3 * 16 * ep
-    with pytest.raises(ConfigError, match="must divide the 4 devices"):
+    with pytest.raises(ConfigError, match="what divides the 4 devices"):
         layout(settings(toy(cluster=hosts, systems={"x": {"tensor": 3}}), False)[0])
 
 
@@ -335,7 +362,7 @@ def test_a_figure_of_an_unknown_metric_ends_with_the_first_run(tmp_path: Path) -
 def test_a_run_that_ends_within_its_ramp_is_an_error() -> None:
     workload = {**TOY["workload"], "arrivals": "all", "requests": 4}
     setting = settings(toy(workload=workload, window={"ramp_s": 5.0, "measure_s": 1.0}), False)[0]
-    with pytest.raises(AsyncMoeError, match=r"within the ramp of 5 s.*allowed: a shorter ramp"):
+    with pytest.raises(AsyncMoeError, match=r"within the ramp of 5 s.*allowed: a shorter one"):
         run_virtual(setting, lambda _: None)
 
 

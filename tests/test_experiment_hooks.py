@@ -104,3 +104,18 @@ def test_one_batch_at_a_time_hides_nothing_of_the_hosts_work() -> None:
     two, one = (run_virtual(each, lambda _: None)["metrics"] for each in runs)
     assert one["cluster"]["hidden_share"] < two["cluster"]["hidden_share"]
     assert one["steady_tokens_per_s"] < two["steady_tokens_per_s"]
+
+
+def test_a_cap_of_a_link_is_on_the_bytes_of_the_models_rows() -> None:
+    """Whatever stands for them in the virtual world, where payloads are empty."""
+    window = {"ramp_s": 0.05, "measure_s": 0.3}
+
+    def metrics(mbit_per_s: float) -> Any:
+        links = {"x": {"links": {"mbit_per_s": mbit_per_s}}}
+        experiment = checked({**TOY, "window": window, "impairments": links}, "test")
+        return run_virtual(settings(experiment, False)[0], lambda _: None)["metrics"]
+
+    wide, narrow = metrics(1e6), metrics(4.0)
+    assert narrow["steady_tokens_per_s"] < wide["steady_tokens_per_s"] / 3
+    sent = np.array(narrow["cluster"]["links"]["bytes_per_s"])
+    assert 0.5 * 4e6 / 8 < sent.max() < 1.1 * 4e6 / 8

@@ -59,6 +59,10 @@ def alive(pid: int) -> bool:
         return False
 
 
+def children() -> str:
+    return "".join(path.read_text() for path in Path("/proc/self/task").glob("*/children"))
+
+
 async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
@@ -91,8 +95,7 @@ async def test_a_start_that_is_cancelled_at_any_step_leaves_no_child(steps: int)
     starting.cancel()
     await asyncio.wait([starting])
     await local.stop(0.0)
-    children = "".join(path.read_text() for path in Path("/proc/self/task").glob("*/children"))
-    assert children == ""
+    assert children() == ""
 
 
 async def test_dead_rank_without_a_word_is_reported_with_its_last_lines() -> None:

@@ -216,6 +216,27 @@ async def test_more_bytes_than_a_parcel_has_end_the_connection() -> None:
     assert cluster.live_leases() == 0
 
 
+@pytest.mark.usefixtures("twin")
+async def test_slots_that_are_read_in_one_turn_of_the_loop_go_back_together() -> None:
+    cluster = Cluster("nixl", 2)
+    await cluster.start()
+    for n in range(8):
+        cluster.ranks[0].post(1, make_parcel(n, 16, 2048))  # 128 KiB, two slots
+    receiver, peer = cluster.receivers[1], cluster.ranks[1]._peers[0]
+    await receiver.until(lambda: len(receiver.arrivals) == 8)
+    told: list[bytes] = []
+    peer._courier.notify = lambda client, note: told.append(note)
+    receiver.release_all()
+    assert told == []
+    await asyncio.sleep(0.01)
+    assert [decode_note(note) for note in told] == [
+        (NoteKind.FREED, [Freed(1, 2 * n, 1) for n in range(8)])
+    ]
+    del peer._courier.notify
+    peer._courier.notify(peer, told[0])
+    await cluster.close()
+
+
 async def test_a_notification_without_the_pairs_secret_is_not_believed() -> None:
     cluster = Cluster("nixl", 2)
     await cluster.start()

@@ -93,11 +93,11 @@ class ImpairedTransport(Transport):
             return self._inner.post(peer, parcel)
         limits, rank = self.context.limits, self.context.rank
         encode_parcel(parcel, limits, source=rank, sequence=0, lease=0, generation=0)  # may raise
-        source = Source(copies)
+        source, nbytes = Source(copies), self._inner.payload_bytes(parcel)
         own = _with_own_columns(parcel)
         for _ in range(copies):
             transmit = partial(self._transmit, peer, own, source)
-            link.put(parcel.kind, parcel.payload.nbytes, transmit, source.fail)
+            link.put(parcel.kind, nbytes, transmit, source.fail)
         return source.posted
 
     def send(self, peer: int, message: bytes) -> None:

@@ -136,19 +136,34 @@ def checked(kind: type[_Model], values: dict[str, Any], where: str) -> _Model:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
+        # A wrong name first: what is missing may be what it was meant for.
+        first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
         name = ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
-            raise UnknownName(f"key in {where}", name, kind.model_fields) from None
+            raise UnknownName(f"key in {where}", name, _keys(kind, name)) from None
+        if first["type"] == "missing":
+            raise ConfigError(f"{where}.{name} is missing") from None
         told = f"{where}.{name} is {first['input']!r}" if name else where
         raise ConfigError(f"{told}: {first['msg'].removeprefix('Value error, ')}") from None
+
+
+def _keys(kind: type[BaseModel], name: str) -> list[str]:
+    """What may stand in place of the key `name`, with the path to it."""
+    *path, _ = name.split(".")
+    for part in path:
+        options = kind.model_fields[part].annotation
+        kind = next(o for o in (options, *getattr(options, "__args__", ())) if isinstance(o, type))
+    return [".".join([*path, key]) for key in kind.model_fields]
 
 
 def check_link(link: str, what: str, world: int) -> None:
     """Raise `ConfigError` if `link` names no links between `world` ranks."""
     if not _LINK.fullmatch(link):
         raise ConfigError(f'{what} is not a link; allowed: "SOURCE-TARGET", a rank or * each')
-    strange = [part for part in link.split("-") if part != "*" and int(part) >= world]
+    source, _, target = link.partition("-")
+    if source == target != "*":
+        raise ConfigError(f"{what} is from a rank to itself; allowed: two different ones")
+    strange = [part for part in (source, target) if part != "*" and int(part) >= world]
     if strange:
         raise ConfigError(f"{what} names rank {strange[0]}; there are {world} ranks")
 

@@ -162,10 +162,14 @@ class ModelTransport(Transport):
             source=self.context.rank, sequence=0, lease=0, generation=0,
         )  # fmt: skip
         payload = parcel.payload
-        nbytes = len(frame) + (parcel.rows * self._row_bytes[parcel.kind] or payload.nbytes)
+        nbytes = len(frame) + self.payload_bytes(parcel)
         posted = link.put(parcel.kind, frame, payload, nbytes)
         assert posted is not None
         return posted
+
+    def payload_bytes(self, parcel: Parcel) -> int:
+        """See `Transport`: of the model's rows, whatever the payload holds."""
+        return parcel.rows * self._row_bytes[parcel.kind] or parcel.payload.nbytes
 
     def send(self, peer: int, message: bytes) -> None:
         """See `Transport`."""

@@ -92,6 +92,7 @@ class NixlTransport(LinkedTransport):
     async def close(self) -> None:
         """See `Transport`. If cancelled, disconnects at once."""
         self._closing = True
+        self._shut()
         if self._gate is not None:
             self._gate.close()
         try:

@@ -13,14 +13,16 @@ import importlib
 import ipaddress
 import logging
 import os
+import sys
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from asyncmoe import native
 from asyncmoe.errors import AsyncMoeError, ProtocolError
 from asyncmoe.transports.nixl_memory import Sources, Span
-from asyncmoe.transports.nixl_sending import Batch, Place
+from asyncmoe.transports.nixl_sending import Batch, Place, Places
 
 _MODULES = ("nixl_cu12", "nixl_cu13", "nixl")  # the last one chooses among the others
 _BACKEND = "UCX"
@@ -89,10 +91,13 @@ class Agent:
                 f"NIXL cannot make an agent with backend {_BACKEND}: {error}"
             ) from error
         self._sources: Sources | None = Sources(self._register, self._deregister)
+        self._quick: Any = None  # what writes compiled batches, whose sources may all be read
+        self._handle: Any = None  # what the package makes of a transfer of its bindings
         if one_machine:  # UCX pins nothing, so a registration is a record of a range
             with contextlib.suppress(NixlError):
                 self._register(_EVERYWHERE)
                 self._sources, self.source_device = None, _EVERYWHERE.device
+                self._quick = self._quick_library()
         self._stages: list[torch.Tensor] = []  # that no write reads
         self._stuck: list[Write] = []  # given up, but the library would not let go of them
 
@@ -135,6 +140,8 @@ class Agent:
 
         May copy everything before it returns, and then is `done`.
         """
+        if self._quick is not None and type(batch) is not Batch:
+            return self._write_quickly(peer, batch)
         write, agent = Write(), self._agent
         kind = "VRAM" if batch.payloads[0].is_cuda else "DRAM"
         try:
@@ -156,6 +163,39 @@ class Agent:
         if state == "DONE":
             self._finish(write)
         return write
+
+    def _write_quickly(self, peer: str, batch: Any) -> Write:
+        write = Write()
+        try:
+            left = self._quick.write(peer, batch)
+        except _FAILURES as error:
+            raise NixlError(f"NIXL cannot write: {error}") from error
+        if left is None:
+            write.done = True
+            return write
+        handle, trouble = left
+        write.handle = self._handle(self._agent.agent, handle)
+        write.kept = batch.payloads
+        if trouble is not None:
+            self.give_up(write)
+            raise NixlError(f"NIXL cannot write: {trouble}")
+        return write
+
+    def _quick_library(self) -> Any:
+        """The compiled part, around the bindings that the package stands on; None without it, or
+        for a package that stands on others."""
+        if native.columns is None:
+            return None
+        package = sys.modules[type(self._agent).__module__]
+        try:
+            bindings, agent = package.nixlBind, self._agent.agent
+            self._handle = package.nixl_xfer_handle
+            return native.columns.NixlLibrary(
+                agent, bindings.nixlXferDList, bindings.DRAM_SEG, bindings.NIXL_WRITE,
+                bindings.NIXL_SUCCESS, bindings.NIXL_IN_PROG,
+            )  # fmt: skip
+        except AttributeError:
+            return None
 
     def look(self, write: Write) -> bool:
         """Whether `write` is done."""
@@ -183,7 +223,8 @@ class Agent:
 
     def notes(self) -> dict[str, list[bytes]]:
         """What has come in from each agent; drives everything that is under way."""
-        self._stuck = [write for write in self._stuck if not self._let_go(write)]
+        if self._stuck:
+            self._stuck = [write for write in self._stuck if not self._let_go(write)]
         try:
             notes: dict[str, list[bytes]] = self._agent.get_new_notifs()
         except _FAILURES as error:
@@ -194,7 +235,7 @@ class Agent:
         """End it, with everything that is under way. Idempotent."""
         for write in self._stuck:
             self._let_go(write)
-        self._agent = None  # its threads, sockets and registrations end with it
+        self._agent = self._quick = None  # its threads, sockets and registrations end with it
 
     def _finish(self, write: Write) -> None:
         write.done = True
@@ -217,14 +258,14 @@ class Agent:
         write.spans, write.kept = [], []
         return True
 
-    def _readable(self, write: Write, batch: Batch) -> list[Place]:
+    def _readable(self, write: Write, batch: Batch) -> Places | list[Place]:
         """Where the library may read what is to be written, for as long as `write` lasts."""
         if self._sources is None:
             write.kept = batch.payloads
             return batch.local
         if batch.nbytes + len(batch.local) * _ALIGNMENT <= _STAGE_BYTES:
             return self._stage(write, batch)
-        for payload, (address, nbytes, _) in zip(batch.payloads, batch.local, strict=True):
+        for payload, (address, nbytes, _) in zip(batch.payloads, batch.local.tolist(), strict=True):
             self._keep(write, payload, address - payload.data_ptr(), nbytes)
         return [(span.address, span.nbytes, span.device) for span in write.spans]
 
@@ -234,7 +275,7 @@ class Agent:
         stage = self._stages.pop() if self._stages else self._new_stage(device)
         write.stage = stage
         span, offset, places = Span.of(stage), 0, []
-        for payload, (address, nbytes, _) in zip(batch.payloads, batch.local, strict=True):
+        for payload, (address, nbytes, _) in zip(batch.payloads, batch.local.tolist(), strict=True):
             if payload.is_cpu:
                 ctypes.memmove(span.address + offset, address, nbytes)
             else:

@@ -146,9 +146,12 @@ class Courier:
     def something_happened(self) -> None:
         """Look often for a while."""
         now_s = self._loop.time()
-        self._spin_until_s, self._settle_until_s = now_s + self._spin_s, now_s + _SETTLE_S
+        self._sign_of_life(now_s)
         if self._pace != _NOW:
             self._plan(now_s)
+
+    def _sign_of_life(self, now_s: float) -> None:
+        self._spin_until_s, self._settle_until_s = now_s + self._spin_s, now_s + _SETTLE_S
 
     def look(self) -> None:
         """Take in what has come, unless the agent is in the thread: then that is due later."""
@@ -202,7 +205,7 @@ class Courier:
         while self._ready and self._away is None and self._agent is not None:
             if left <= 0:
                 self._turn = self._loop.call_soon(self._work)
-                return
+                break
             client = self._ready[0]
             batch = client.next_batch() if client.agent in self._clients else None
             if batch is None:
@@ -217,7 +220,7 @@ class Courier:
                 self._send_away(client, batch)
             else:
                 self._write(client, batch)
-        self.look()
+        self.look()  # before the next turn, which writes to what has come back
         self._plan(self._loop.time())  # somebody may wait now who did not before
 
     def _write(self, client: Client, batch: Batch) -> None:
@@ -267,7 +270,7 @@ class Courier:
             client.begun(batch)
         if write.done:
             client.written_out(batch)
-        self.something_happened()
+        self._sign_of_life(self._loop.time())  # who works plans the next look
 
     # -- when to look ----------------------------------------------------------------------------
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from asyncmoe.errors import PeerLost
@@ -15,7 +17,7 @@ from asyncmoe.transports.nixl_agent import Agent, NixlError
 from asyncmoe.transports.nixl_courier import Courier
 from asyncmoe.transports.nixl_memory import Arena
 from asyncmoe.transports.nixl_receiving import make_receiving
-from asyncmoe.transports.nixl_sending import Batch, make_sending
+from asyncmoe.transports.nixl_sending import Batch, Sending, make_sending
 from asyncmoe.transports.nixl_wire import (
     NoteKind,
     Place,
@@ -70,7 +72,8 @@ class NixlPeer(Peer):
             compiled and place.kind == "DRAM",
         )
         self._due = 0  # as the courier counts
-        self._tell: asyncio.TimerHandle | None = None
+        self._tell: asyncio.Handle | None = None  # of `_tell_freed`
+        self._tells_soon = False  # namely in the next turn
         self._asked = False  # the peer wants to know when all of its parcels are whole
         self._flushed: asyncio.Future[None] | None = None
         self._flush_asked = self._peer_whole = self._gone = False
@@ -87,6 +90,16 @@ class NixlPeer(Peer):
         posted = self._sending.post(parcel)
         self._courier.ready(self)
         return posted
+
+    def door(self) -> Callable[[Parcel], Posted] | None:
+        """See `Peer`."""
+        sending: Any = self._sending
+        if isinstance(sending, Sending):
+            return None
+        door: Callable[[Parcel], Posted] = sending.poster(
+            self.link, partial(self._courier.ready, self)
+        )
+        return door
 
     @property
     def waits(self) -> bool:
@@ -127,7 +140,8 @@ class NixlPeer(Peer):
             self._look_whether_whole()
         elif kind == NoteKind.FREED:
             self._sending.on_freed(note)
-            self._courier.ready(self)
+            if self._sending.waits:
+                self._courier.ready(self)
         else:
             self._greeted_or_whole(decode_note(note)[0])
 
@@ -164,14 +178,21 @@ class NixlPeer(Peer):
         if self._gone:
             self._look_whether_retired()
         elif self._receiving.enough:
-            self._tell_freed()
+            if not self._tells_soon:  # behind this turn, in which more may come back
+                self._tells_soon = True
+                self._plan_to_tell(asyncio.get_running_loop().call_soon(self._tell_freed))
         elif self._tell is None:
-            self._tell = asyncio.get_running_loop().call_later(_TELL_S, self._tell_freed)
+            self._plan_to_tell(asyncio.get_running_loop().call_later(_TELL_S, self._tell_freed))
+
+    def _plan_to_tell(self, tell: asyncio.Handle) -> None:
+        if self._tell is not None:
+            self._tell.cancel()
+        self._tell = tell
 
     def _tell_freed(self) -> None:
         if self._tell is not None:
             self._tell.cancel()
-            self._tell = None
+            self._tell, self._tells_soon = None, False
         note = self._receiving.freed_note()
         if note is not None and not self._gone:
             self._courier.notify(self, note)

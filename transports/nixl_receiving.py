@@ -20,7 +20,7 @@ from asyncmoe.transports.nixl_wire import Freed, NoteKind, Written, decode_note,
 from asyncmoe.transports.shm_segment import Geometry
 from asyncmoe.twophase import Inbound, Transfer
 
-_TELL_BYTES = 1 << 20  # of slots that are free again: what is written next is in the caches then
+_TELL_BYTES = 256 << 10  # of slots that are free again: what is written next is in the caches then
 
 
 def make_receiving(
@@ -86,7 +86,7 @@ class Receiving:
 
     @property
     def enough(self) -> bool:
-        """Whether the peer should be told of its slots at once."""
+        """Whether the peer should be told of its slots soon, and not when it suits."""
         free, geometry = self._freed_slots, self._geometry
         return 4 * free >= geometry.slots or free * geometry.slot_bytes >= _TELL_BYTES
 

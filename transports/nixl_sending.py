@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from asyncmoe import native
 from asyncmoe.transport import Parcel, ParcelClass, Posted
@@ -18,10 +20,11 @@ from asyncmoe.transports.shm_segment import Geometry
 from asyncmoe.twophase import Outbound
 from asyncmoe.wire import readdress
 
-BATCH_BYTES = 1 << 20  # that are written together, and that the loop may copy in a turn
+BATCH_BYTES = 3 << 19  # that are written together, and that the loop may copy in a turn
 WRITE_BYTES = 4 << 20  # of a larger parcel in one write
 
-Place = tuple[int, int, int]  # address, bytes and device, as the library takes it
+Place = tuple[int, int, int]  # address, bytes and device
+Places = NDArray[np.uint64]  # [pieces, 3] of that, as the library takes them
 
 
 def make_sending(
@@ -51,17 +54,27 @@ def make_sending(
 class Batch:
     """What is written together, and what is due behind it."""
 
-    __slots__ = ("entries", "frames", "local", "nbytes", "note", "payloads", "remote", "touched")
+    __slots__ = ("entries", "frames", "locals", "nbytes", "note", "payloads", "remotes", "touched")
 
     def __init__(self) -> None:
         self.payloads: list[torch.Tensor] = []  # whose memory is read
-        self.local: list[Place] = []  # which parts of it
-        self.remote: list[Place] = []  # and where they go
+        self.locals: list[Place] = []  # which parts of it
+        self.remotes: list[Place] = []  # and where they go
         self.frames: list[bytes] = []  # control frames of the parcels that are then under way
         self.nbytes = 0
         self.note = b""
         self.entries: list[Written] = []
         self.touched: list[tuple[Outgoing, int]] = []  # and how many bytes of each
+
+    @property
+    def local(self) -> Places:
+        """Which parts of the payloads are read."""
+        return np.array(self.locals, np.uint64)
+
+    @property
+    def remote(self) -> Places:
+        """Where they go."""
+        return np.array(self.remotes, np.uint64)
 
 
 class Outgoing:
@@ -74,15 +87,13 @@ class Outgoing:
         frame: bytes,
         posted: Posted,
         payload: torch.Tensor,
-        nbytes: int,
-        first: int,
         sequence: int,
     ) -> None:
-        self.frame, self.posted, self.payload = frame, posted, payload
-        self.nbytes, self.sequence = nbytes, sequence
-        self.first = first  # of its slots, or -1
+        self.frame, self.posted, self.payload, self.sequence = frame, posted, payload, sequence
+        self.nbytes = payload.nbytes
+        self.first = -1  # of its slots, or -1: it has none yet
         self.begun = 0  # bytes that the library has
-        self.unwritten = nbytes  # bytes whose source is not free
+        self.unwritten = self.nbytes  # bytes whose source is not free
 
 
 class Sending:
@@ -146,7 +157,6 @@ class Sending:
         """Forget everything that the library does not have."""
         for lane in self._lanes.values():
             lane.queue.clear()
-            lane.starved = 0
 
 
 class _Lane:
@@ -162,7 +172,6 @@ class _Lane:
     ) -> None:
         self.slots = SenderSlots(geometry)
         self.queue: deque[Outgoing] = deque()
-        self.starved = 0  # parcels that found no slots
         self._outbound, self._kind, self._geometry = outbound, kind, geometry
         self._address = address + (kind - 1) * geometry.class_bytes
         self._host_device = host_device
@@ -170,19 +179,8 @@ class _Lane:
 
     def post(self, parcel: Parcel) -> Posted:
         """See `Transport`."""
-        nbytes = parcel.payload.nbytes
-        count = self._geometry.count(nbytes)
-        first, generation = -1, None
-        if nbytes and not self.starved:
-            first = self.slots.find(count)
-            if first >= 0:
-                generation = self.slots.next_generation(first)
-        frame, posted = self._outbound.parcel(parcel, first + 1, generation)
-        if first >= 0:
-            self.slots.take(first, count)
-        elif nbytes:
-            self.starved += 1
-        self.queue.append(Outgoing(frame, posted, parcel.payload, nbytes, first, self._sequence))
+        frame, posted = self._outbound.parcel(parcel)
+        self.queue.append(Outgoing(frame, posted, parcel.payload, self._sequence))
         self._sequence += 1
         return posted
 
@@ -195,8 +193,9 @@ class _Lane:
                 fits = batch.nbytes + head.nbytes <= BATCH_BYTES if small else not batch.entries
                 if not fits:
                     return  # it goes in the next
+                # Not before now: the fewer slots are out, the more of them are in the caches.
                 if head.first < 0 and not self._find_slots(head):
-                    return  # for those that come back
+                    return
                 size = min(head.nbytes if small else WRITE_BYTES, head.nbytes - head.begun)
                 self._add_piece(batch, head, size)
             batch.touched.append((head, size))
@@ -211,8 +210,8 @@ class _Lane:
         target = self._address + head.first * self._geometry.slot_bytes + head.begun
         batch.payloads.append(payload)
         source = payload.data_ptr() + head.begun
-        batch.local.append((source, size, device if payload.is_cuda else self._host_device))
-        batch.remote.append((target, size, device))
+        batch.locals.append((source, size, device if payload.is_cuda else self._host_device))
+        batch.remotes.append((target, size, device))
         batch.nbytes += size
         batch.entries.append(Written(int(self._kind), size, head.sequence))
 
@@ -223,6 +222,5 @@ class _Lane:
             return False
         head.frame = readdress(head.frame, first + 1, self.slots.next_generation(first))
         self.slots.take(first, count)
-        self.starved -= 1
         head.first = first
         return True

@@ -13,7 +13,6 @@ from typing import Any
 import orjson
 
 from asyncmoe.cli.numberflags import whole
-from asyncmoe.cli.outfile import check_writable
 from asyncmoe.cli.untilsignal import run_until_signal
 from asyncmoe.experiment.figures import read_figures
 from asyncmoe.experiment.grid import Setting, settings
@@ -21,6 +20,7 @@ from asyncmoe.experiment.outcome import Outcome
 from asyncmoe.experiment.pool import Result, run_all
 from asyncmoe.experiment.precheck import check
 from asyncmoe.experiment.schema import Experiment, load
+from asyncmoe.outfile import check_writable, write_file
 from asyncmoe.report.results import Results
 
 
@@ -85,13 +85,12 @@ def run_experiment(
 
     status = run_until_signal(_run(runs, jobs, found, check_metrics))
     outcome = Outcome(experiment, runs, found)
-    if not outcome.ended:
-        return status
     sys.stderr.write(outcome.costs_text())
+    if outcome.ended or args.json:
+        text = orjson.dumps(as_json(outcome)).decode() if args.json else as_text(outcome)
+        sys.stdout.write(text + "\n")
     if args.results is not None or args.report is not None:
         _write(outcome.report(_command()), args)
-    text = orjson.dumps(as_json(outcome)).decode() if args.json else as_text(outcome)
-    sys.stdout.write(text + "\n")
     return status
 
 
@@ -104,7 +103,7 @@ async def _run(
 
 def _write(results: Results, args: argparse.Namespace) -> None:
     if args.results is not None:
-        args.results.write_bytes(results.to_json())
+        write_file(args.results, results.to_json())
     if args.report is not None:
         from asyncmoe.report.page import write_report
 

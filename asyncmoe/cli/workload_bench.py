@@ -13,12 +13,12 @@ from typing import Any
 from tqdm import tqdm
 
 from asyncmoe.cli import workload_flags
-from asyncmoe.cli.outfile import check_writable
 from asyncmoe.cli.untilsignal import run_until_signal
 from asyncmoe.config import Config
 from asyncmoe.errors import AsyncMoeError
 from asyncmoe.metrics.recorder import Recorder
 from asyncmoe.metrics.summary import MeasureConfig
+from asyncmoe.outfile import check_writable, write_file
 from asyncmoe.report.page import write_report
 from asyncmoe.report.results import Results, Run
 from asyncmoe.workload.liverun import run_live
@@ -108,12 +108,12 @@ def _results(
 
 
 def _tell(results: Results, args: argparse.Namespace) -> None:
-    if args.output is not None:
-        Path(args.output).write_bytes(results.to_json() + b"\n")
-    if args.report is not None:
-        write_report(results, Path(args.report))
     text = results.to_json().decode() + "\n" if args.json else _text(results, results.runs[0])
     sys.stdout.write(text)
+    if args.output is not None:
+        write_file(Path(args.output), results.to_json() + b"\n")
+    if args.report is not None:
+        write_report(results, Path(args.report))
 
 
 def _shown(config: Config) -> dict[str, Any]:

@@ -25,6 +25,16 @@ from asyncmoe.metrics.summary import MeasureConfig
 from asyncmoe.virtual.shapes import Hardware, ModelShape
 from asyncmoe.workload.workload import WorkloadConfig
 
+_SET_ANYWHERE = {
+    "cluster.ranks": "clusters.NAME.hosts and ranks_per_host",
+    "scheduler.name": "systems.NAME.scheduler",
+}
+_SET_IN_VIRTUAL_WORLD = {
+    **_SET_ANYWHERE,
+    "device.name": "the virtual world, whose devices are models",
+    "transport.name": "the virtual world, whose links are models",
+    "transport.options": "impairments.NAME.network and links",
+}
 KV_SHARE = 0.9  # of the memory that weights leave, the part that the KV cache gets
 _BIT_PER_S = 8.0
 _GIGA = 1e9
@@ -135,22 +145,23 @@ def layout(setting: Setting) -> Layout:
     devices = setting.cluster.ranks
     if hardware.ranks_per_host % system.tensor:
         raise ConfigError(
-            f"systems.{setting.names['system']}.tensor is {system.tensor}; it must divide the "
-            f"{hardware.ranks_per_host} devices of a host"
+            f"systems.{setting.names['system']}.tensor is {system.tensor}; allowed: what divides "
+            f"the {hardware.ranks_per_host} devices of a host"
         )
     if system.pipeline > 1:
         if system.pipeline * system.tensor != devices:
             raise ConfigError(
-                f"systems.{setting.names['system']}: {system.pipeline} stages of {system.tensor} "
-                f"devices; the cluster has {devices} devices"
+                f"systems.{setting.names['system']}: pipeline is {system.pipeline} and tensor "
+                f"{system.tensor}; allowed: two whose product is the {devices} devices"
             )
         return Layout(system.pipeline, 1, hardware)
     groups = system.replicas * setting.cluster.groups
     ranks, rest = divmod(devices, groups * system.tensor)
     if rest:
         raise ConfigError(
-            f"systems.{setting.names['system']}: {devices} devices are not divided by {groups} "
-            f"groups of ranks of {system.tensor}"
+            f"systems.{setting.names['system']}: replicas is {system.replicas}, tensor "
+            f"{system.tensor} and the cluster's groups {setting.cluster.groups}; allowed: three "
+            f"whose product divides the {devices} devices"
         )
     return Layout(groups, ranks, hardware)
 
@@ -181,7 +192,7 @@ def virtual_config(setting: Setting) -> Config:
         "scheduler.name": system.scheduler,
         "scheduler.parameters": dict(system.parameters),
     }
-    overrides |= _flat(setting.experiment.config) | _flat(system.config)
+    overrides |= _free(setting, _SET_IN_VIRTUAL_WORLD)
     config = configfile.load(environ={}, overrides=overrides)
     if config.kv.blocks is None:
         blocks = kv_blocks(shape, place, system.tensor, config.kv.block_tokens)
@@ -218,14 +229,24 @@ def live_config(setting: Setting) -> Config:
         "scheduler.parameters": dict(system.parameters),
         "model.routing": setting.workload.routing,
         "log.level": "warning",
-        **_flat(setting.experiment.config),
-        **_flat(system.config),
+        **_free(setting, _SET_ANYWHERE),
     }
     if links:
         inner = overrides.get("transport.name", "tcp")
         overrides["transport.name"] = f"impaired:{inner}"
         overrides["transport.options"] = {**overrides.get("transport.options", {}), **links}
     return configfile.load(overrides=overrides)
+
+
+def _free(setting: Setting, not_free: Mapping[str, str]) -> dict[str, Any]:
+    """The engine's settings that the experiment chooses.
+
+    Raises `ConfigError` for one of those that `not_free` names, with where it is set instead.
+    """
+    found = _flat(setting.experiment.config) | _flat(setting.system.config)
+    for key in found.keys() & not_free.keys():
+        raise ConfigError(f"config.{key} is {found[key]!r}: it is set by {not_free[key]}")
+    return found
 
 
 def _flat(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -67,7 +67,4 @@ def _number(text: str, what: str, least: float, most: float) -> float:
 
 def _link(text: str, world: int) -> str:
     check_link(text, f"link {text!r}", world)
-    source, _, target = text.partition("-")
-    if source == target != "*":
-        raise ConfigError(f"link {text!r} is from a rank to itself; allowed: two different ones")
     return text

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 
 import torch
 
 from asyncmoe.config import Config
 from asyncmoe.directory import MemoryDirectory
+from asyncmoe.errors import ConfigError, UnknownName
 from asyncmoe.experiment.grid import Setting, live_config, virtual_config
 from asyncmoe.experiment.virtual_run import cost_model, routing_source
+from asyncmoe.placement import make_placement
 from asyncmoe.registry import find, make_scheduler, scheduler_parameters
 from asyncmoe.scheduler import SchedulerContext
 from asyncmoe.stage import StageChain
 from asyncmoe.transport import Limits, TransportContext
-from asyncmoe.workload.routing import check_routing
+from asyncmoe.virtual.shapes import ModelShape
+from asyncmoe.workload.routing import RoutingSource, check_routing
+from asyncmoe.workload.workload import make_workload
 
 _ON_CPU = ("cpu", "model")
 
@@ -27,18 +31,29 @@ def check(settings: Iterable[Setting]) -> None:
     """
     source = cache(routing_source)  # which may read a file
     for setting in settings:
-        setting.workload_config()
-        live = setting.experiment.world == "live"
-        config = live_config(setting) if live else virtual_config(setting)
-        _check_transport(config)
-        if live:
-            scheduler_parameters(config.scheduler)
-            check_routing(setting.workload.routing)
-        else:
-            chain = StageChain(setting.model.made().moe_layers)
-            make_scheduler(config.scheduler, SchedulerContext(chain, 1.0))
-            source(setting.model.made(), setting.workload.routing, setting.experiment.seed)
-            cost_model(setting)
+        try:
+            _check(setting, source)
+        except UnknownName:
+            raise
+        except ConfigError as error:
+            raise ConfigError(f"{setting.label}: {error}") from None
+
+
+def _check(setting: Setting, source: Callable[[ModelShape, str, int], RoutingSource]) -> None:
+    live = setting.experiment.world == "live"
+    config = live_config(setting) if live else virtual_config(setting)
+    _check_transport(config)
+    make_workload(setting.workload_config())
+    if live:
+        scheduler_parameters(config.scheduler)
+        check_routing(setting.workload.routing)
+        return
+    shape = setting.model.made()
+    make_scheduler(config.scheduler, SchedulerContext(StageChain(shape.moe_layers), 1.0))
+    routing = source(shape, setting.workload.routing, setting.experiment.seed)
+    load = routing.load() if config.placement.profile == "routing" else None
+    make_placement(config.placement, config.cluster.ranks, shape.moe_layers, shape.experts, load)
+    cost_model(setting)
 
 
 def _check_transport(config: Config) -> None:

@@ -54,11 +54,23 @@ class ModelTable(Section):
         """The shape. Raises `UnknownName`, `ConfigError` naming the number that is missing."""
         values = _given(self, ModelShape)
         if self.shape is not None:
-            return replace(find_model(self.shape), **values)
-        optional = {"shared_experts", "dense_layers", "dense_intermediate"}
-        optional |= {"window", "windowed_share", "value_bytes"}
-        _complete("model", values, ModelShape, optional)
-        return ModelShape(name="custom", **values)
+            made = replace(find_model(self.shape), **values)
+        else:
+            optional = {"shared_experts", "dense_layers", "dense_intermediate"}
+            optional |= {"window", "windowed_share", "value_bytes"}
+            _complete("model", values, ModelShape, optional)
+            made = ModelShape(name="custom", **values)
+        if made.top_k > made.experts:
+            raise ConfigError(
+                f"model.top_k is {made.top_k} of {made.experts} experts; allowed: 1 to as many as "
+                "model.experts"
+            )
+        if made.moe_layers < 1:
+            raise ConfigError(
+                f"model.dense_layers is {made.dense_layers} of {made.layers} layers; allowed: "
+                "fewer than model.layers"
+            )
+        return made
 
 
 class WindowTable(Section):
@@ -143,6 +155,12 @@ class WorkloadTable(WorkloadConfig):
         """Without the need for an end: a run's window sets one."""
         make_arrivals(self.arrivals)
         make_lengths(self.lengths)
+        given = self.model_fields_set & {"arrivals", "underway"}
+        if self.per_rank is not None and given:
+            raise ValueError(
+                f"per_rank and {' and '.join(sorted(given))} are given; give per_rank "
+                "alone or no per_rank"
+            )
         return self
 
 
@@ -259,9 +277,13 @@ class Experiment(Section):
                 other = seen.setdefault(name, dimension)
                 if other != dimension:
                     raise ValueError(f"{name!r} is a {other} and a {dimension}; names must differ")
-        for workload in self.published:
+        figures = self.figures or {f"{name}_tok_s": name for name in self.systems}
+        for workload, published in self.published.items():
             if workload not in self.workloads:
                 raise UnknownName("workload in published", workload, self.workloads)
+            for name in published:
+                if name not in figures:
+                    raise UnknownName(f"figure in published.{workload}", name, figures)
         return self
 
     def dimensions(self) -> dict[str, list[str]]:
@@ -279,15 +301,19 @@ def load(path: Path) -> Experiment:
         raise ConfigError(f"experiment {path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"experiment {path} is not TOML: {error}") from None
-    return checked(values, str(path))
+    return checked(values, str(path), strict=True)
 
 
-def checked(values: Mapping[str, Any], where: str) -> Experiment:
-    """`values` as an experiment, which comes from `where`. Raises as `load`."""
+def checked(values: Mapping[str, Any], where: str, *, strict: bool = False) -> Experiment:
+    """`values` as an experiment, which comes from `where`. Raises as `load`.
+
+    `strict`: "2" is no number, and 1 is not true.
+    """
     try:
-        return Experiment.model_validate(values)
+        return Experiment.model_validate(values, strict=strict)
     except ValidationError as error:
-        first = error.errors()[0]
+        # A wrong name first: what is missing may be what it was meant for.
+        first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
         place = [str(part) for part in first["loc"]]
         if first["type"] == "extra_forbidden":
             known = _keys_at(Experiment, first["loc"][:-1])

@@ -19,7 +19,7 @@ def check_usable(metrics: Mapping[str, Any], ramp_s: float) -> None:
     if end_s <= ramp_s:
         raise AsyncMoeError(
             f"all requests had ended after {end_s:.3g} s, within the ramp of {ramp_s:g} s, which "
-            "does not count; allowed: a shorter ramp or more requests"
+            "does not count; allowed: a shorter one (--ramp, window.ramp_s) or more requests"
         )
     if not metrics["tokens"]:
         raise AsyncMoeError(

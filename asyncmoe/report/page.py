@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from asyncmoe.errors import ConfigError
+from asyncmoe.outfile import write_file
 from asyncmoe.report import charts
 from asyncmoe.report.results import Results, Run
 from asyncmoe.report.tables import NOTHING, metric_table, published_table
@@ -19,10 +19,7 @@ OPEN_RUNS = 1  # of the details of each run, those that are open at first
 
 def write_report(results: Results, path: Path) -> None:
     """Write the report of `results`. Raises `ConfigError` if `path` cannot be written."""
-    try:
-        path.write_text(page(results), "utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+    write_file(path, page(results).encode())
 
 
 def page(results: Results) -> str:

@@ -38,7 +38,10 @@ class AllAtOnce(Arrivals):
         self, count: int | None, duration_s: float | None, rng: np.random.Generator
     ) -> NDArray[np.float64]:
         if count is None:
-            raise ConfigError("workload.arrivals 'all' needs workload.requests")
+            raise ConfigError(
+                "workload.arrivals is 'all', which needs workload.requests to say how many; or "
+                f"arrivals may be another: {ALLOWED}"
+            )
         return np.zeros(count)
 
 

@@ -12,6 +12,7 @@
 #include "matched.h"
 #include "memory.h"
 #include "model_link.h"
+#include "nixl_library.h"
 #include "nixl_receiving.h"
 #include "nixl_sending.h"
 #include "outbound.h"
@@ -59,6 +60,7 @@ PYBIND11_MODULE(_columns, m) {
     bind_writer(m);
     bind_matched(m);
     bind_nixl_sending(m);
+    bind_nixl_library(m);
     bind_nixl_receiving(m);
     bind_shm_sender(m);
     bind_shm_receiver(m);

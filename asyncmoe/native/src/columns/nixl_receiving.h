@@ -12,7 +12,7 @@
 
 namespace columns {
 
-constexpr int64_t kTellBytes = 1 << 20;  // of slots that are free again: the peer is told at once
+constexpr int64_t kTellBytes = 256 << 10;  // of slots that are free again: the peer is told soon
 
 class NixlReceiving : public std::enable_shared_from_this<NixlReceiving> {
   public:

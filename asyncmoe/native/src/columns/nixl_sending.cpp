@@ -1,6 +1,14 @@
 #include "nixl_sending.h"
 
+#include "function.h"
+
 namespace columns {
+
+py::array NixlBatch::places(const std::vector<Place>& from) {
+    const Fresh<uint64_t> fresh(static_cast<py::ssize_t>(from.size()), 3);
+    if (!from.empty()) std::memcpy(fresh.data, from.data(), from.size() * sizeof(Place));
+    return fresh.array;
+}
 
 int64_t NixlSlots::find(int64_t count) const {
     int64_t run = 0;
@@ -41,11 +49,7 @@ py::object NixlSending::post(py::handle parcel) {
     py::object posted = outgoing->posted = outbound_->number(&outgoing->frame);
     outgoing->first = -1;
     outgoing->unwritten = payload.size;
-    Lane& lane = this->lane(outgoing->frame.head.parcel_class);
-    if (payload.size != 0 && (lane.starved != 0 || !find_slots(&lane, outgoing.get()))) {
-        ++lane.starved;
-    }
-    lane.queue.push_back(std::move(outgoing));
+    lane(outgoing->frame.head.parcel_class).queue.push_back(std::move(outgoing));
     return posted;
 }
 
@@ -59,7 +63,22 @@ bool NixlSending::find_slots(Lane* lane, NixlOutgoing* outgoing) {
     return true;
 }
 
+py::object NixlSending::poster(py::object link, py::object ready) {
+    return function<1>([sending = shared_from_this(), link = std::move(link),
+                        ready = std::move(ready)](PyObject* const* arguments) {
+        static PyObject* const error = PyUnicode_InternFromString("error");
+        if (!get(link, error).is_none()) link.attr("check")();
+        py::object posted = sending->post(arguments[0]);
+        if (!sending->known_) {
+            sending->known_ = true;
+            call(ready);
+        }
+        return posted;
+    });
+}
+
 std::shared_ptr<NixlBatch> NixlSending::next_batch() {
+    known_ = false;
     auto batch = std::make_shared<NixlBatch>();
     for (Lane& lane : lanes_) load(&lane, batch.get());
     if (batch->touched.empty()) return nullptr;
@@ -77,10 +96,8 @@ void NixlSending::load(Lane* lane, NixlBatch* batch) {
             const bool fits = small ? batch->nbytes + nbytes <= batch_bytes_
                                     : batch->entries.empty();
             if (!fits) return;  // it goes in the next
-            if (head->first < 0) {
-                if (!find_slots(lane, head.get())) return;  // for those that come back
-                --lane->starved;
-            }
+            // Not before now: the fewer slots are out, the more of them are in the caches.
+            if (head->first < 0 && !find_slots(lane, head.get())) return;
             size = std::min(small ? nbytes : write_bytes_, nbytes - head->begun);
             add_piece(*lane, *head, size, batch);
         }
@@ -100,8 +117,8 @@ void NixlSending::add_piece(const Lane& lane, const NixlOutgoing& head, uint64_t
     const uint64_t target =
         lane.address + static_cast<uint64_t>(head.first * slot_bytes_) + head.begun;
     batch->payloads.append(payload.owner);
-    batch->local.append(py::make_tuple(source, size, host_device_));
-    batch->remote.append(py::make_tuple(target, size, 0));
+    batch->locals.push_back({source, size, host_device_});
+    batch->remotes.push_back({target, size, 0});
     batch->nbytes += size;
     batch->entries.push_back(
         {lane.kind, static_cast<uint32_t>(size), head.frame.head.sequence});
@@ -127,24 +144,22 @@ int64_t NixlSending::out() const {
 }
 
 void NixlSending::clear() {
-    for (Lane& lane : lanes_) {
-        lane.queue.clear();
-        lane.starved = 0;
-    }
+    for (Lane& lane : lanes_) lane.queue.clear();
 }
 
 void bind_nixl_sending(py::module_& m) {
     py::class_<NixlBatch, std::shared_ptr<NixlBatch>>(m, "NixlBatch")
         .def_readonly("payloads", &NixlBatch::payloads)
-        .def_readonly("local", &NixlBatch::local)
-        .def_readonly("remote", &NixlBatch::remote)
+        .def_property_readonly("local", &NixlBatch::local)
+        .def_property_readonly("remote", &NixlBatch::remote)
         .def_readonly("frames", &NixlBatch::frames)
         .def_readonly("note", &NixlBatch::note)
         .def_readonly("nbytes", &NixlBatch::nbytes);
-    py::class_<NixlSending>(m, "NixlSending")
-        .def(py::init<std::shared_ptr<Outbound>, int64_t, int64_t, uint64_t, uint32_t, int, uint64_t,
-                      uint64_t>())
+    py::class_<NixlSending, std::shared_ptr<NixlSending>>(m, "NixlSending")
+        .def(py::init<std::shared_ptr<Outbound>, int64_t, int64_t, uint64_t, uint32_t, uint64_t,
+                      uint64_t, uint64_t>())
         .def("post", &NixlSending::post)
+        .def("poster", &NixlSending::poster)
         .def("next_batch", &NixlSending::next_batch)
         .def("written_out", &NixlSending::written_out)
         .def("on_freed", &NixlSending::on_freed)

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <deque>
 #include <memory>
 #include <utility>
@@ -37,24 +38,32 @@ class NixlSlots {
 struct NixlOutgoing {
     Outbound::Frame frame;
     py::object posted;
-    int64_t first;       // of its slots, or -1
+    int64_t first;       // of its slots, or -1: it has none yet
     uint64_t begun;      // bytes that the library has
     uint64_t unwritten;  // bytes whose source is not free
 };
 
 // What is written together.
 struct NixlBatch {
-    py::list payloads, local, remote, frames;
+    // As the library takes them: uint64 [pieces, 3] of address, bytes and device.
+    py::array local() const { return places(locals); }
+    py::array remote() const { return places(remotes); }
+
+    using Place = std::array<uint64_t, 3>;
+    static py::array places(const std::vector<Place>& from);
+
+    py::list payloads, frames;
     py::bytes note;
     uint64_t nbytes = 0;
+    std::vector<Place> locals, remotes;
     std::vector<std::pair<std::shared_ptr<NixlOutgoing>, uint64_t>> touched;
     std::vector<Written> entries;
 };
 
-class NixlSending {
+class NixlSending : public std::enable_shared_from_this<NixlSending> {
   public:
     NixlSending(std::shared_ptr<Outbound> outbound, int64_t slots, int64_t slot_bytes,
-                uint64_t address, uint32_t generation, int host_device, uint64_t batch_bytes,
+                uint64_t address, uint32_t generation, uint64_t host_device, uint64_t batch_bytes,
                 uint64_t write_bytes)
         : outbound_(std::move(outbound)),
           slot_bytes_(slot_bytes),
@@ -67,6 +76,9 @@ class NixlSending {
 
     // See the twin.
     py::object post(py::handle parcel);
+    // A function that posts a parcel unless `link` is lost, and calls `ready()` where nobody knows
+    // yet that there is something to write.
+    py::object poster(py::object link, py::object ready);
     std::shared_ptr<NixlBatch> next_batch();
     void written_out(const std::shared_ptr<NixlBatch>& batch);
     void on_freed(const py::bytes& note);
@@ -82,7 +94,6 @@ class NixlSending {
         const uint8_t kind;
         const uint64_t address;
         NixlSlots slots;
-        int64_t starved = 0;  // parcels that found no slots
         std::deque<std::shared_ptr<NixlOutgoing>> queue;  // not all of them is with the library
     };
 
@@ -97,9 +108,9 @@ class NixlSending {
     const std::shared_ptr<Outbound> outbound_;
     const int64_t slot_bytes_;
     const uint32_t generation_;
-    const int host_device_;
-    const uint64_t batch_bytes_, write_bytes_;
-    Lane lanes_[2];  // the first goes first
+    const uint64_t host_device_, batch_bytes_, write_bytes_;
+    Lane lanes_[2];       // the first goes first
+    bool known_ = false;  // that there may be something: `next_batch` is due
 };
 
 void bind_nixl_sending(py::module_& m);
