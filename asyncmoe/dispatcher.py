@@ -57,6 +57,8 @@ class Dispatcher:
             self.sent_rows,
         )
 
+        self._answer = self.outboxes.answer
+
     @property
     def sent_bytes(self) -> int:
         """Payload sent to all ranks."""
@@ -84,4 +86,4 @@ class Dispatcher:
 
     def combine(self, step: ExpertStep, out: torch.Tensor) -> list[Parcel]:
         """Send the output rows of an expert batch home; see `Outboxes.answer`."""
-        return self.outboxes.answer(step.stage, step.back, out)
+        return self._answer(step.stage, step.columns[4], out)

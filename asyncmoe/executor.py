@@ -1,24 +1,28 @@
 """The executor: asks the scheduler for a stage, takes a batch, hands it to the device.
 
-Up to two batches are with the device: while one computes, the next is chosen and its columns are
-gathered, so that the device never waits for the loop. A batch that is alone on its rank may go
+Up to two batches are with the device: while one computes, the next is chosen and made ready, so
+that the device never waits for the loop. A batch that is alone on its rank may go
 through many stages at once (`passage.py`). Everything here runs on the loop, in callbacks; there
-is no task that could be left behind.
+is no task that could be left behind. What is usual between two batches is compiled where that is
+there (`native/src/columns/turn.cpp`): it does what `_pump` and `_done` here do, or calls them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
+from asyncmoe import native
 from asyncmoe.bell import make_bell
 from asyncmoe.device import Device
-from asyncmoe.microqueue import Queues
+from asyncmoe.microqueue import Queues, are_plain
 from asyncmoe.passage import Passage, Passed
 from asyncmoe.policy import BatchPolicy
 from asyncmoe.scheduler import QueueView, Scheduler
@@ -38,11 +42,11 @@ class Stages(Protocol):
     def prepare(self, stage: int, max_rows: int) -> Step:
         """Take a batch off the queue of `stage`, which is not empty, and gather its columns."""
 
-    def passage(self, step: Step, last: int, wanted: Callable[[], bool]) -> Step:
+    def passage(self, step: Step, last: Callable[[], int], wanted: Callable[[], bool]) -> Step:
         """`step`, the only batch on this rank, with as many of the stages behind it as may be.
 
-        None is behind stage `last`. `wanted` is true once it has to come back before its next
-        attention stage.
+        `last` says behind which stage there may be none. `wanted` is true once it has to come back
+        before its next attention stage.
         """
 
     def finish(self, step: Step, result: Any) -> None:
@@ -78,10 +82,19 @@ class Executor:
         self._over = 0  # batches that the device is done with
         self._after: deque[tuple[int, Callable[[], None]]] = deque()  # (then over, what to call)
         enough = sys.maxsize if self._synchronous else DEPTH
-        self.bell = make_bell(self._loop.call_soon, self._pump, self._running, enough)
+        # `_pump` and `_done`, compiled; None where that is not there, or such a rule is seldom used
+        self._turn: Any = None
+        hear, self._end = self._pump, self._done
+        if not (are_plain(queues) or self._synchronous) and scheduler.work_conserving:
+            self._turn = native.columns.Turn(self, policy, stages)
+            hear, self._end = self._turn.hear, self._turn.done
+        self.bell = make_bell(self._loop.call_soon, hear, self._running, enough)
+        if self._turn is not None:
+            self._turn.open(self.bell)
         # Rows became ready. Coalesced: what arrives in one turn of the loop is seen at once.
         self.notify = self.bell.ring
         self._timer: asyncio.TimerHandle | None = None  # to look at the queues again
+        self._timer_s = math.inf  # loop time when it does
         self._closed = False
 
     @property
@@ -104,7 +117,10 @@ class Executor:
         """
         if not self._closed:
             self._closed = self.bell.mute = self.bell.wanted = True
-            self._look_again(None)
+            if self._timer is not None:
+                self._timer.cancel()
+            if self._turn is not None:
+                self._turn.close()
             del self._stages
 
     def _pump(self) -> None:
@@ -119,8 +135,6 @@ class Executor:
             self._scheduler.attend(self._queues.rows)
         while len(self._running) < self._depth and not self._closed:
             if not self._queues.total:
-                if self._timer is not None:
-                    self._look_again(None)
                 return
             begin_s = self._times.clock()
             stage = self._choose()
@@ -128,13 +142,17 @@ class Executor:
                 break
             step = self._stages.prepare(stage, int(self._policy.max_rows[stage]))
             if step.kind is Kind.ATTENTION and not self._device.virtual and self._is_alone:
-                self.bell.wanted = False
-                last = self._policy.reach(stage, step.row_count)
-                step = self._stages.passage(step, last, lambda: self.bell.wanted)
+                step = self._travel(stage, step)
             self._note(stage, step.row_count)
             self._running.append(step)
-            self._device.submit(step, self._done)
+            self._device.submit(step, self._end)
             self._times.kinds[step.kind].prepare_s += self._times.clock() - begin_s
+
+    def _travel(self, stage: int, step: Step) -> Step:
+        """`step`, alone on this rank, as a passage if it can be one."""
+        self.bell.wanted = False
+        last = partial(self._policy.reach, stage, step.row_count)
+        return self._stages.passage(step, last, lambda: self.bell.wanted)
 
     @property
     def _is_alone(self) -> bool:
@@ -150,7 +168,8 @@ class Executor:
         queues, now_s = self._queues, self._loop.time()
         runnable, count, first, next_s = self._policy.look(queues.rows, queues.oldest_s, now_s)
         if not count:
-            self._look_again(next_s)
+            if next_s is not None:
+                self._look_again(next_s)
             return None
         if not self._synchronous and self._running and count == 1 and not self._is_full(first):
             return None
@@ -167,8 +186,8 @@ class Executor:
             )
         )
         if stage is None:
-            asleep = self._running or self._synchronous  # until something happens
-            self._look_again(None if asleep else now_s + ASK_AGAIN_S)
+            if not (self._running or self._synchronous):  # else something is to happen
+                self._look_again(now_s + ASK_AGAIN_S)
         elif (
             not isinstance(stage, int | np.integer)
             or not 0 <= stage < len(runnable)
@@ -193,13 +212,18 @@ class Executor:
         rows = self._queues.rows[stage]
         return bool(rows == self._queues.total and rows <= self._policy.max_rows[stage])
 
-    def _look_again(self, when_s: float | None) -> None:
-        """Set the one timer; None for not at all."""
-        if self._timer is None and when_s is None:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = None if when_s is None else self._loop.call_at(when_s, self.notify)
+    def _look_again(self, when_s: float) -> None:
+        """Look at the queues then, if not before. A timer that is set for an earlier time stays,
+        whether or not there is still something to see: a look costs less than timers do."""
+        if when_s < self._timer_s:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer, self._timer_s = self._loop.call_at(when_s, self._timed), when_s
+
+    def _timed(self) -> None:
+        self._timer, self._timer_s = None, math.inf
+        if self._queues.total:
+            self.notify()
 
     def _break(self, error: Exception) -> None:
         stages = self._stages

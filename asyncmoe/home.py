@@ -100,6 +100,7 @@ class Home:
             )
         self._seen_arrival: object = None  # the oldest that was not copied when a stage last ended
         self._asked = False  # whether `_settle_if_idle` is to come
+        self._put_off = False  # it came while a batch computed
         self._waiting: deque[Request] = deque()
         self._prefilling: deque[Request] = deque()
         self._by_id: dict[int, Request] = {}
@@ -250,7 +251,9 @@ class Home:
             result = AttentionResult(hidden, result.experts[keep], result.weights[keep])
             counts = np.add.reduceat(needed.astype(np.int64), rows.ends - rows.counts)
             chunks, counts = chunks[counts > 0], counts[counts > 0]
-        self._enqueue(self.chunks.leave(chunks, step.stage + 2, counts))
+        later = self.chunks.leave(chunks, step.stage + 2, counts)
+        if len(later):
+            self._enqueue(later)
         return slots, result
 
     def prunes(self, rows: Rows) -> bool:
@@ -308,15 +311,17 @@ class Home:
         may wait for their memory, and no merge behind that is certain to come.
         """
         table = self.table
-        table.let_go()
+        if table.copied:
+            table.let_go()
         if not table.arrived:
-            self._seen_arrival = None
+            self._seen_arrival, self._put_off = None, False
             return
         oldest = table.oldest_arrival
         if oldest is not None and oldest is self._seen_arrival:
             self._settle()
         self._seen_arrival = oldest
-        self.see_to_arrivals()
+        if self._put_off:
+            self.see_to_arrivals()
 
     def see_to_arrivals(self) -> None:
         """Copy what has arrived in the loop's next turn, should nothing compute then."""
@@ -326,7 +331,8 @@ class Home:
 
     def _settle_if_idle(self) -> None:
         self._asked = False
-        if not self._host.computing:
+        self._put_off = self._host.computing
+        if not self._put_off:
             self._settle()
 
     def _settle(self) -> None:

@@ -135,7 +135,7 @@ class Outboxes:
         """Send the output rows of an expert batch home, with the credits of their input rows.
 
         Args:
-            back: per home its rank, output rows, input rows and columns (`ExpertStep.back`).
+            back: per home its rank, output rows, input rows and columns (see `ExpertColumns`).
             out: [output rows, hidden], those of one home next to each other.
 
         Returns the parcels of rows whose home is this rank.

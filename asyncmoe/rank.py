@@ -81,6 +81,7 @@ class Rank:
         self.on_rank_lost: Callable[[int, Exception], None] = _ignore
         self.stopped: asyncio.Future[None]  # done when this rank shall end, or its fatal error
         self.on_parcel: Callable[[Arrival], None]  # see `Receiver`
+        self.now_s: Callable[[], float]  # see `Host`
         self._intake: Intake | None = None
         self.spec: ModelSpec
         self.placement: Placement
@@ -100,6 +101,7 @@ class Rank:
         """
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._loop = asyncio.get_running_loop()
+        self.now_s = self._loop.time
         self.stopped = self._loop.create_future()
         try:
             await self._load_and_connect(deadline or Deadline(self.config.cluster.start_timeout_s))
@@ -347,10 +349,6 @@ class Rank:
         self.on_rank_lost(peer, error)
 
     # ---- what the home calls (home.Host)
-
-    def now_s(self) -> float:
-        """See `Host`."""
-        return self._loop.time()
 
     def emit(self, message: Message) -> None:
         """See `Host`."""

@@ -78,7 +78,7 @@ def route_to_all(
     """As `route`, but every row visits every rank with experts of the layer, in rank order.
 
     At a rank that it did not choose it has one pair of weight 0, with the rank's first expert: its
-    place in the batch, and no compute (`steps.expert_step`).
+    place in the batch, and no compute (`expertcolumns.expert_columns`).
     """
     rows = len(experts)
     ranks, first = np.unique(owner, return_index=True)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from asyncmoe.dispatcher import Dispatcher
 from asyncmoe.errors import AsyncMoeError
@@ -26,7 +25,6 @@ from asyncmoe.steps import (
     ExpertStep,
     HeadStep,
     Rows,
-    expert_step,
     gather_rows,
 )
 
@@ -54,28 +52,29 @@ class RankStages:
 
         `fatal` is called with what ends the rank.
         """
-        self._model, self._chain, self._queues, self._local = model, chain, queues, local
-        self._local_experts = (local >= 0).sum(1).tolist()
-        self._per_expert, self._home_or_none, self._cache = per_expert, home, cache
+        self._model, self._chain, self._queues = model, chain, queues
+        # By stage and by layer, so that nothing is looked up or sliced for a batch.
+        self._kinds = chain.kinds
+        self._layers = [chain.layer(stage) for stage in range(len(chain))]
+        self._local, self._local_experts = list(local), (local >= 0).sum(1).tolist()
+        self._per_expert, self._cache = per_expert, cache
+        self._home = cast(Home, home)  # None where no rows of stages that need it are
         self._dispatcher, self._receptor, self._fatal = dispatcher, receptor, fatal
         self._local_tensors = [torch.from_numpy(of_layer) for of_layer in local]
         plain = not per_expert and chain.tracks == 1
         self._passable = [plain and bool((of_layer >= 0).all()) for of_layer in local]
 
-    @property
-    def _home(self) -> Home:
-        assert self._home_or_none is not None  # no rows of these stages are on other ranks
-        return self._home_or_none
-
     def prepare(self, stage: int, max_rows: int) -> Step:
         """See `Stages`."""
-        kind, layer = self._chain.kinds[stage], self._chain.layer(stage)
+        kind, layer = self._kinds[stage], self._layers[stage]
         if kind is Kind.EXPERT:
-            return expert_step(
-                self._model,
+            taken = self._queues.take_rows(stage, max_rows)
+            return ExpertStep(
                 stage,
                 layer,
-                self._queues.take_rows(stage, max_rows),
+                self._model,
+                taken,
+                taken.rows,
                 self._local[layer],
                 self._local_experts[layer],
                 self._per_expert,
@@ -97,34 +96,37 @@ class RankStages:
             stage, rows, tokens, sampled, sampling, self._model, home.table, self._cache
         )
 
-    def passage(self, step: Step, last: int, wanted: Callable[[], bool]) -> Step:
+    def passage(self, step: Step, last: Callable[[], int], wanted: Callable[[], bool]) -> Step:
         """See `Stages`. Chunks with another of their request in the layers keep to the queues."""
         if not isinstance(step, AttentionStep) or not self._passable[step.layer]:
             return step
         if not self._home.chunks.alone(step.rows.chunks):
             return step
-        layers = (last + 1) // 2
+        behind = last()
+        layers = (behind + 1) // 2
         end = next((i for i in range(step.layer, layers) if not self._passable[i]), layers)
         head = None
         if self._home.prunes(step.rows):  # some of its rows end behind the last attention stage
             end = min(end, self._chain.layers - 1)
-        elif last == self._chain.head and end == layers:
-            head = self._head_step(last, step.rows)
+        elif behind == self._chain.head and end == layers:
+            head = self._head_step(behind, step.rows)
         return Passage(step, end, head, self._local_tensors, wanted) if end > step.layer else step
 
     def finish(self, step: Step, result: Any) -> None:
         """See `Stages`."""
         match step:
             case ExpertStep():
-                self._leave_experts(step, result)
+                for parcel in self._dispatcher.combine(step, result):
+                    self._home.take_in(parcel)
+                step.taken.read(self._receptor.held_rows)
             case AttentionStep():
                 self._leave_attention(step, result)
             case HeadStep():
                 self._home.leave_head(step, result)
             case Passage():
                 self._leave_passage(step, result)
-        if self._home_or_none is not None:
-            self._home_or_none.let_go()
+        if self._home is not None:
+            self._home.let_go()
 
     def _leave_attention(self, step: AttentionStep, result: AttentionResult) -> None:
         home = self._home
@@ -134,11 +136,6 @@ class RankStages:
             if local is not None:
                 self._receptor.put_local(local)
         home.pump()
-
-    def _leave_experts(self, step: ExpertStep, out: Tensor) -> None:
-        for parcel in self._dispatcher.combine(step, out):
-            self._home.take_in(parcel)
-        step.taken.read(self._receptor.held_rows)
 
     def _leave_passage(self, step: Passage, passed: Passed) -> None:
         if passed.next_stage is not None:

@@ -1,5 +1,7 @@
-"""Steps: one batch of one stage, with its columns gathered on the loop and its compute for the
-device. A step is a callable without arguments that runs on the compute thread.
+"""Steps: one batch of one stage, with its columns and its compute for the device. A step is a
+callable without arguments that runs on the compute thread. What it reads of the home's tables is
+gathered on the loop, which may change them meanwhile; an expert batch's columns are its own, and
+are made beside its compute.
 """
 
 from __future__ import annotations
@@ -12,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 
 from asyncmoe import native
+from asyncmoe.expertcolumns import ExpertColumns
 from asyncmoe.microqueue import Taken
 from asyncmoe.model import Cache, ExpertBatch, Model, RowBatch
-from asyncmoe.packed import Buffer
 from asyncmoe.routing import Routed, Router
 from asyncmoe.sampler import Sampled, SamplerBatch, sample
 from asyncmoe.stage import Kind
@@ -213,38 +215,32 @@ class ExpertStep:
     model: Model
     taken: Taken
     row_count: int
-    row: NDArray[np.int64]  # [pairs], and so on: see `ExpertBatch`
-    weight: NDArray[np.float32]
-    counts: NDArray[np.int64]
-    gather: NDArray[np.int64]
-    back: list[tuple[int, int, int, Buffer]]  # per home: rank, output rows, input rows, columns
+    local: NDArray[np.int64]  # [experts] local index of each expert of the layer
+    local_experts: int
+    per_expert: bool  # an output row per pair; otherwise one per row
+    _columns: ExpertColumns | None = None
     kind = Kind.EXPERT
+
+    @property
+    def columns(self) -> ExpertColumns:
+        """See `expert_columns`. Made on first use, which the compute thread has: that takes time
+        which grows with the rows, and the loop must not."""
+        if self._columns is None:
+            self._columns = self.taken.columns(self.local, self.local_experts, self.per_expert)
+        return self._columns
 
     def __call__(self) -> torch.Tensor:
         payloads = self.taken.payloads
-        if not len(self.row):  # rows that no expert here was chosen for
-            return payloads[0].new_zeros((len(self.gather), payloads[0].shape[1]))
+        row, weight, counts, gather, _ = self.columns
+        if not len(row):  # rows that no expert here was chosen for
+            return payloads[0].new_zeros((len(gather), payloads[0].shape[1]))
         # Rows without columns are all alike.
         alone = len(payloads) == 1 or not payloads[0].shape[1]
         x = payloads[0] if alone else torch.cat(payloads)
         batch = ExpertBatch(
-            row=torch.from_numpy(self.row),
-            weight=torch.from_numpy(self.weight),
-            counts=torch.from_numpy(self.counts),
-            gather=torch.from_numpy(self.gather),
+            row=torch.from_numpy(row),
+            weight=torch.from_numpy(weight),
+            counts=torch.from_numpy(counts),
+            gather=torch.from_numpy(gather),
         )
         return self.model.experts(self.layer, x, batch)
-
-
-def expert_step(
-    model: Model,
-    stage: int,
-    layer: int,
-    taken: Taken,
-    local: NDArray[np.int64],
-    local_experts: int,
-    per_expert: bool,
-) -> ExpertStep:
-    """The batch of these rows; the arguments are those of `expertcolumns.expert_columns`."""
-    columns = taken.columns(local, local_experts, per_expert)
-    return ExpertStep(stage, layer, model, taken, taken.rows, *columns)

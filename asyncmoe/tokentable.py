@@ -56,7 +56,7 @@ class TokenTable:
         self.arrived: deque[tuple[torch.Tensor, NDArray[np.int64], Callable[[], None] | None]] = (
             deque()
         )
-        self._copied: deque[Callable[[], None]] = deque()
+        self.copied: deque[Callable[[], None]] = deque()  # what to call for rows that are
         self._settling = threading.Lock()
         self._free = np.arange(slots - 1, -1, -1, dtype=np.int64)
         self.free_slots = slots
@@ -171,7 +171,7 @@ class TokenTable:
                 payload, place, release = self.arrived.popleft()
                 self._copy(payload, place)
                 if release is not None:
-                    self._copied.append(release)
+                    self.copied.append(release)
 
     def _copy(self, payload: torch.Tensor, place: NDArray[np.int64]) -> None:
         parts = self.parts
@@ -195,8 +195,8 @@ class TokenTable:
 
     def let_go(self) -> None:
         """Release what has been copied. On the loop."""
-        while self._copied:
-            self._copied.popleft()()
+        while self.copied:
+            self.copied.popleft()()
 
     def merge(self, slots: torch.Tensor, part_count: NDArray[np.int64]) -> torch.Tensor:
         """Residual plus parts, summed in part order in float32: [rows, hidden], model dtype.

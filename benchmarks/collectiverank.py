@@ -34,7 +34,7 @@ from asyncmoe.packed import PackedParcel, column_bytes
 from asyncmoe.placement import make_placement
 from asyncmoe.routing import Router
 from asyncmoe.stage import StageChain
-from asyncmoe.steps import expert_step
+from asyncmoe.steps import ExpertStep
 from asyncmoe.transport import ParcelClass
 from asyncmoe.world import World
 
@@ -120,9 +120,10 @@ class StaticRank:
         segments = self._forth(layer, parcels, sizes.tolist(), theirs.tolist())
         out = residual[:0]
         if segments:
-            out = expert_step(
-                self.model, self.chain.expert(layer), layer, Taken(segments), self.local[layer],
-                int((self.local[layer] >= 0).sum()), per_expert=False,
+            taken, local = Taken(segments), self.local[layer]
+            out = ExpertStep(
+                self.chain.expert(layer), layer, self.model, taken, taken.rows, local,
+                int((local >= 0).sum()), per_expert=False,
             )()  # fmt: skip
         back = residual.new_empty((int(sizes[:, 0].sum()), residual.shape[1]))
         dist.all_to_all_single(

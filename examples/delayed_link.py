@@ -20,6 +20,7 @@ from typing import Any
 
 import uvloop
 
+from asyncmoe.cli.numberflags import number, whole
 from asyncmoe.config import Config
 from asyncmoe.configfile import load
 from asyncmoe.frontend.engine import AsyncEngine
@@ -37,10 +38,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--schedulers", default="defrag_aging,lockstep")
-    parser.add_argument("--delay-ms", type=float, default=50.0)
-    parser.add_argument("--in-flight", type=int, default=8, help="requests of each home")
-    parser.add_argument("--ramp", type=float, default=1.0, help="seconds that do not count")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
+    parser.add_argument("--delay-ms", type=number(0, 60_000), default=50.0)
+    parser.add_argument("--in-flight", type=whole(1, 1024), default=8, help="requests of each home")
+    parser.add_argument(
+        "--ramp", type=number(0, 600), default=1.0, help="seconds that do not count"
+    )
+    parser.add_argument(
+        "--seconds", type=number(0.1, 3600), default=4.0, help="of each measurement"
+    )
     parser.add_argument("--json", action="store_true", help="the result on one line")
     asked = parser.parse_args()
     rules = asked.schedulers.split(",")

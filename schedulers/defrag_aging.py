@@ -95,7 +95,7 @@ class DefragAging(Defrag):
         return int(stages[priority.argmax()])
 
     def executed(self, stage: int, rows: int) -> None:
-        super().executed(stage, rows)
+        self._recent.append((stage, rows))  # as `Defrag` does
         if self._offered is _NO_STAGES and not self._aged:
             return
         # a stage that was not runnable, or that ran, starts anew

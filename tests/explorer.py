@@ -1,7 +1,7 @@
 """An explorer that drives the real slot and credit state machines through every interleaving.
 
 Two homes and two expert ranks; every token has two parts, one from each expert rank. What is real:
-`TokenTable`, `Dispatcher` with its outboxes and credit windows, `route`, `RowQueue`, `expert_step`.
+`TokenTable`, `Dispatcher` with its outboxes and credit windows, `route`, `RowQueue`, `ExpertStep`.
 What is modelled is only who acts next: messages lie in first-in-first-out channels per (sender,
 receiver, class), and any of them may move. Every state that can be reached is visited once.
 
@@ -30,7 +30,7 @@ from asyncmoe.microqueue import Hold, RowQueue, RowSegment, Taken
 from asyncmoe.outbox import Outbox, Outboxes
 from asyncmoe.placement import Placement, Role
 from asyncmoe.stage import StageChain
-from asyncmoe.steps import AttentionResult, expert_step
+from asyncmoe.steps import AttentionResult, ExpertStep
 from asyncmoe.tokentable import TokenTable
 from asyncmoe.transport import Limits, Parcel, ParcelClass, Posted
 
@@ -367,7 +367,8 @@ class Explorer:
         """One row, as `Rank.prepare` and `Rank.finish` do it; the expert returns what it got."""
         segments = rank.queue.take(1)
         parcel = segments[0].parcel
-        step = expert_step(None, parcel.stage, 0, Taken(segments), LOCAL, 1, False)  # type: ignore[arg-type]
+        taken = Taken(segments)
+        step = ExpertStep(parcel.stage, 0, None, taken, 1, LOCAL, 1, False)  # type: ignore[arg-type]
         self._combiner[rank.rank].combine(step, parcel.payload)
         segments[0].hold.read(1)
 

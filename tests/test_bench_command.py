@@ -103,7 +103,7 @@ def test_a_workload_that_cannot_be_is_refused_before_the_start(
 def test_a_batch_of_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench("--batch", "0")
-    assert "--batch: 0 is not positive" in capsys.readouterr().err
+    assert "--batch: '0' is not a number from 1" in capsys.readouterr().err
 
 
 def test_the_time_table_shows_differences_as_shares_of_the_time_between() -> None:

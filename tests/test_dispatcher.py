@@ -15,7 +15,7 @@ from asyncmoe.outbox import Outbox
 from asyncmoe.placement import Placement, Role
 from asyncmoe.routing import route_to_all
 from asyncmoe.stage import StageChain
-from asyncmoe.steps import AttentionResult, expert_step
+from asyncmoe.steps import AttentionResult, ExpertStep
 from asyncmoe.tokentable import TokenTable
 from asyncmoe.transport import Limits, Parcel, ParcelClass, Posted
 from tests.test_queues import dispatch_parcel
@@ -173,8 +173,8 @@ def combine(bench: Bench, *sources: tuple[int, list[int]]) -> list[Parcel]:
         RowSegment(source, dispatch_parcel(fanout, 10 * source), Hold(9, lambda: None), 0.0, 0)
         for source, fanout in sources
     ]
-    local = np.zeros(8, np.int64)
-    step = expert_step(None, 1, 0, Taken(segments), local, 1, False)  # type: ignore[arg-type]
+    local, taken = np.zeros(8, np.int64), Taken(segments)
+    step = ExpertStep(1, 0, None, taken, taken.rows, local, 1, False)  # type: ignore[arg-type]
     segments.sort(key=lambda segment: segment.source)
     slot = np.concatenate([segment.parcel.slot for segment in segments])
     out = torch.from_numpy(slot.astype(np.float32))[:, None].repeat(1, 2)

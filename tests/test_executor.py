@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncmoe import native
 from asyncmoe.config import BatchConfig
 from asyncmoe.devices.cpu import CpuDevice
 from asyncmoe.errors import AsyncMoeError
 from asyncmoe.executor import DEPTH, Executor
-from asyncmoe.microqueue import Queues
+from asyncmoe.microqueue import Queues, make_queues
 from asyncmoe.policy import BatchPolicy
 from asyncmoe.scheduler import QueueView, Scheduler, SchedulerContext, SchedulerParameters
 from asyncmoe.schedulers.flfs import Flfs
@@ -68,8 +69,8 @@ class Bench:
         self.prepared.append((stage, len(chunks)))
         return Work(stage, len(chunks), self.compute)
 
-    def passage(self, step: Any, last: int, wanted: Callable[[], bool]) -> Any:
-        self.passages.append(last)
+    def passage(self, step: Any, last: Callable[[], int], wanted: Callable[[], bool]) -> Any:
+        self.passages.append(last())
         return step
 
     def finish(self, step: Any, result: Any) -> None:
@@ -88,9 +89,17 @@ class Bench:
                 await asyncio.sleep(0.001)
 
 
+@pytest.fixture(params=["compiled", "plain"], autouse=True)
+def twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "plain":
+        monkeypatch.setattr(native, "columns", None)
+    elif native.columns is None:
+        pytest.skip("nothing is compiled")
+
+
 @contextlib.asynccontextmanager
 async def bench(scheduler: type[Scheduler] = Flfs, **batch: Any) -> AsyncIterator[Bench]:
-    made, device = Bench(Queues(CHAIN)), CpuDevice(1)
+    made, device = Bench(make_queues(CHAIN)), CpuDevice(1)
     rule = scheduler(SchedulerContext(CHAIN, 1.0), SchedulerParameters())
     policy = BatchPolicy(BatchConfig(**batch), CHAIN)
     made.executor = Executor(made.queues, rule, policy, device, made, RankTimes())

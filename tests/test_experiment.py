@@ -57,7 +57,10 @@ def test_every_example_file_asks_for_runs_that_can_be() -> None:
     }  # fmt: skip
     for path in FILES:
         experiment = load(path)
-        check(settings(experiment, quick=True))
+        runs = settings(experiment, quick=True)
+        check(runs)
+        for run in runs:
+            assert decode(encode(run)) == run
         for figure in read_figures(experiment):
             assert figure.references()
 
@@ -79,7 +82,10 @@ def test_a_wrong_key_is_told_with_the_nearest() -> None:
     ("changes", "message"),
     [
         ({"model": {"shape": "gpt-oss-120b", "experts": 2}}, "model.top_k is 4 of 2 experts"),
-        ({"workload": {**TOY["workload"], "per_rank": 4}}, "per_rank and arrivals are given"),
+        (
+            {"workload": {**TOY["workload"], "per_rank": 4}},
+            "per_rank is 4 and arrivals 'closed:8'; give one",
+        ),
         ({"published": {"workload": {"async_toks": 1.0}}}, "Did you mean 'async_tok_s'"),
         ({"workload": {"arrivals": "all"}}, "which needs workload.requests to say how many"),
         ({"config": {"cluster": {"ranks": 2}}}, "config.cluster.ranks is 2: it is set by"),

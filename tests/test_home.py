@@ -219,6 +219,19 @@ def test_memory_of_arrived_rows_goes_back_though_nothing_runs_that_needs_them() 
     assert freed == [0, 1, 2]
 
 
+def test_rows_whose_memory_nobody_waits_for_are_left_to_the_compute_thread() -> None:
+    desk, freed = Desk(), list[int]()
+    slots = np.array([3])
+    desk.table.expect(slots, 1, np.array([2]))
+    one = slots.astype(np.uint32), np.zeros(1, np.uint32), np.zeros(1, np.uint8), torch.ones(1, 1)
+    desk.home.take_in(Parcel(ParcelClass.COMBINE, 1, *one))
+    desk.home.let_go()
+    assert len(desk.table.arrived) == 1
+    arrive(desk, freed, 0)  # somebody waits for these, and they stand behind the others
+    assert freed == [0]
+    assert not desk.table.arrived
+
+
 def test_ending_a_request_twice_or_one_that_never_was_changes_nothing() -> None:
     desk = Desk()
     desk.admit(1, tokens=4)

@@ -23,7 +23,7 @@ from asyncmoe.packed import PackedParcel, pack
 from asyncmoe.policy import BatchPolicy
 from asyncmoe.routing import Router
 from asyncmoe.stage import StageChain
-from asyncmoe.steps import expert_step, gather_rows
+from asyncmoe.steps import gather_rows
 from asyncmoe.tokentable import TokenTable
 from asyncmoe.transport import Limits, Parcel, ParcelClass
 from asyncmoe.wire import (
@@ -112,16 +112,13 @@ def test_expert_batches_are_the_same(seed: int, sizes: list[int], each: bool) ->
         for rows in sizes
     ]
     local = rng.permutation(12).astype(np.int64)
-    ours, twin = both(
-        lambda: expert_step(None, 3, 1, Taken(segments), local, 12, each)  # type: ignore[arg-type]
-    )
-    assert ours.row_count == twin.row_count == sum(sizes)
-    for name in ("row", "weight", "counts", "gather"):
-        np.testing.assert_array_equal(getattr(ours, name), getattr(twin, name), name)
-    assert ours.back == twin.back
-    used = np.unique(ours.gather[ours.gather >= 0])
-    assert used.tolist() == list(range(len(ours.row)))
-    assert (ours.weight > 0).all()
+    (*ours, our_back), (*twin, twin_back) = both(lambda: Taken(segments).columns(local, 12, each))
+    for mine, other in zip(ours, twin, strict=True):
+        np.testing.assert_array_equal(mine, other)
+    assert our_back == twin_back
+    row, weight, _, gather = ours
+    assert np.unique(gather[gather >= 0]).tolist() == list(range(len(row)))
+    assert (weight > 0).all()
 
 
 @given(SEEDS, st.integers(0, 12))

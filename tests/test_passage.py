@@ -43,15 +43,14 @@ def gated() -> Checkpoint:
 def passages(engine: Cluster) -> list[list[int]]:
     """Records from now on the stages that each piece of rank 0's device work passes."""
     seen: list[list[int]] = []
-    executor = engine.ranks[0].executor
-    inner = executor._passed
+    stages: Any = engine.ranks[0].executor._stages
+    inner = stages.finish
 
-    def record(step: Any, result: Any, compute_s: float) -> None:
-        stages = getattr(result, "stages", [(step.stage, compute_s)])
-        seen.append([stage for stage, _ in stages])
-        inner(step, result, compute_s)
+    def record(step: Any, result: Any) -> None:
+        seen.append([stage for stage, _ in getattr(result, "stages", [(step.stage, 0.0)])])
+        inner(step, result)
 
-    executor._passed = record  # type: ignore[method-assign]
+    stages.finish = record
     return seen
 
 

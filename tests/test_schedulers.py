@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from asyncmoe import registry
 from asyncmoe.config import SchedulerConfig
+from asyncmoe.errors import ConfigError
 from asyncmoe.scheduler import QueueView, Scheduler, SchedulerContext
 from asyncmoe.stage import Kind, StageChain
 
@@ -263,5 +264,5 @@ def test_choosing_again_without_a_batch_ages_nothing() -> None:
 
 @pytest.mark.parametrize("fanout", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_fan_out_that_is_no_divisor_is_refused(fanout: float) -> None:
-    with pytest.raises(ValueError, match=r"fanout is .*; allowed is above 0"):
+    with pytest.raises(ConfigError, match=r"fanout is .*; allowed is above 0"):
         make("defrag", fanout=fanout)

@@ -82,7 +82,7 @@ def test_bench_tells_of_a_transport_that_does_not_start_and_goes_on(
         (["--transports", "tpc"], "Did you mean 'tcp'"),
         (["--sizes", "12,x"], "'x' is not a number from 1"),
         (["--depth", "0"], "'0' is not a number from 1"),
-        (["--seconds", "-1"], "is not a number of seconds"),
+        (["--seconds", "-1"], "is not a number from 0.001 to 3600"),
         (["--dept", "1"], "Did you mean '--depth'"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 
 MOST = 1 << 32
@@ -20,12 +21,16 @@ def whole(least: int, most: int = MOST) -> Callable[[str], int]:
     return parse
 
 
-def positive_s(text: str) -> float:
-    """Seconds, up to an hour."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 3600:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, up to 3600")
-    return value
+def number(least: float, most: float) -> Callable[[str], float]:
+    """Numbers from `least` to `most`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least} to {most}")
+        return value
+
+    return parse

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from asyncmoe import registry
-from asyncmoe.cli.numberflags import positive_s, whole
+from asyncmoe.cli.numberflags import number, whole
 from asyncmoe.errors import UnknownName
 from asyncmoe.netbench.plan import FOCUS_BYTES, MIB, PATTERNS, SWEEP_BYTES, Plan
 
@@ -75,13 +75,13 @@ def add_parser(subparsers: Any) -> None:
         help="parcels in flight (default 1,16)",
     )
     bench.add_argument(
-        "--seconds", type=positive_s, default=0.5, help="of each round (default 0.5)"
+        "--seconds", type=number(0.001, 3600), default=0.5, help="of each round (default 0.5)"
     )
     bench.add_argument(
         "--rounds", type=whole(1, 1000), default=3, help="of each case; the best counts (3)"
     )
     bench.add_argument(
-        "--idle", type=positive_s, default=1.0, help="seconds for idle CPU (default 1)"
+        "--idle", type=number(0.001, 3600), default=1.0, help="seconds for idle CPU (default 1)"
     )
     bench.add_argument("--plot", type=Path, metavar="FOLDER", help="also draw PNG files there")
 

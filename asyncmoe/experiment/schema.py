@@ -155,12 +155,10 @@ class WorkloadTable(WorkloadConfig):
         """Without the need for an end: a run's window sets one."""
         make_arrivals(self.arrivals)
         make_lengths(self.lengths)
-        given = self.model_fields_set & {"arrivals", "underway"}
-        if self.per_rank is not None and given:
-            raise ValueError(
-                f"per_rank and {' and '.join(sorted(given))} are given; give per_rank "
-                "alone or no per_rank"
-            )
+        for name in ("arrivals", "underway"):
+            value = getattr(self, name)
+            if self.per_rank is not None and value != type(self).model_fields[name].default:
+                raise ValueError(f"per_rank is {self.per_rank} and {name} {value!r}; give one")
         return self
 
 

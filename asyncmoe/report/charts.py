@@ -39,7 +39,9 @@ def throughput_against_itl(results: Results) -> str:
             chart.line([x for x, _ in own], [y for _, y in own], shade)
     for run, x, y in points:
         chart.point(x, y, shades[run.series], f"{run.name}: {y:.0f} tokens/s, {x:.1f} ms")
-    return figure("Throughput against ITL", chart.svg("tokens per second by ITL"), legend(shades))
+    shown = {run.series for run, _, _ in points}
+    named = {series: shade for series, shade in shades.items() if series in shown}
+    return figure("Throughput against ITL", chart.svg("tokens per second by ITL"), legend(named))
 
 
 def itl_distribution(results: Results) -> str:
@@ -132,10 +134,13 @@ def stage_delays(run: Run) -> str:
         return ""
     delays = [delay or 0.0 for delay in stages["queue_delay_ms"]]
     chart = Chart(Axis("layer", 0, len(delays) / 2), linear("mean wait (ms)", delays))
+    layers = len(delays) // 2
+    marks = [(layer + 0.5, str(layer)) for layer in range(0, layers, max(1, -(-layers // 8)))]
+    marks.append((layers + 0.25, "H"))
     for index, (name, delay) in enumerate(zip(stages["names"], delays, strict=True)):
         kind = "head" if name == "H" else "attention" if name[0] == "A" else "expert"
         chart.bar(index / 2, index / 2 + 0.5, delay, OF_KIND[kind], f"{name}: {delay:.2f} ms")
-    return figure("Queueing delay by stage", chart.svg("queueing delay"), chips(OF_KIND))
+    return figure("Queueing delay by stage", chart.svg("queueing delay", marks), chips(OF_KIND))
 
 
 def over_time(run: Run) -> str:

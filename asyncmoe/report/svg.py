@@ -9,7 +9,7 @@ from asyncmoe.report.axis import Axis, short
 
 WIDTH, HEIGHT = 460.0, 290.0
 LEFT, RIGHT, TOP, BOTTOM = 70.0, 18.0, 12.0, 46.0
-COLOURS = 8
+COLOURS = 16
 
 Names = Sequence[tuple[float, str]]  # marks of an axis
 
@@ -25,6 +25,7 @@ class Chart:
     def __init__(self, x: Axis, y: Axis) -> None:
         self._x, self._y = x, y
         self._parts: list[str] = []
+        self._points: list[tuple[float, float]] = []  # where there are some, on the page
 
     def line(
         self, xs: Sequence[float], ys: Sequence[float], stroke: str, dashed: bool = False
@@ -37,11 +38,15 @@ class Chart:
         )
 
     def point(self, x: float, y: float, fill: str, title: str) -> None:
-        """A point that says `title` when it is pointed at."""
+        """A point that says `title` when it is pointed at; a ring around those it would hide."""
         left, top = self._at(x, y)
+        below = sum(abs(left - x0) + abs(top - y0) < 3 for x0, y0 in self._points)
+        self._points.append((left, top))
+        look = f'r="{5 + 3.5 * below:g}" fill="none" stroke="{fill}" stroke-width="2.5"'
+        if not below:
+            look = f'r="5" fill="{fill}"'
         self._parts.append(
-            f'<circle cx="{left:.1f}" cy="{top:.1f}" r="5" fill="{fill}">'
-            f"<title>{escape(title)}</title></circle>"
+            f'<circle cx="{left:.1f}" cy="{top:.1f}" {look}><title>{escape(title)}</title></circle>'
         )
 
     def bar(self, x: float, until: float, height: float, fill: str, title: str) -> None:

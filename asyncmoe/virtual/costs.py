@@ -88,8 +88,9 @@ class CostModel:
         """See `Costs`."""
         match work:
             case ExpertStep():
-                cost, pairs = self.expert, len(work.row)
-                touched = int(np.count_nonzero(work.counts))
+                row, _, counts, _, _ = work.columns
+                cost, pairs = self.expert, len(row)
+                touched = int(np.count_nonzero(counts))
                 memory_s = work.row_count * cost.row_s + touched * cost.expert_s
                 busy_s = max(memory_s, pairs * cost.flop_row_s)
             case AttentionStep():

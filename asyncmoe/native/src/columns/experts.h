@@ -1,4 +1,4 @@
-// See `expert_step` in asyncmoe/steps.py.
+// See asyncmoe/expertcolumns.py.
 #pragma once
 
 #include <memory>

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <utility>
 
+#include "intake.h"
 #include "members.h"
 #include "wire.h"
 
@@ -34,7 +35,8 @@ Inbound::Inbound(uint32_t source, uint32_t generation, py::object limits,
       leases_(std::move(leases)),
       on_parcel_(std::move(on_parcel)),
       on_message_(std::move(on_message)),
-      place_(std::move(place)) {}
+      place_(std::move(place)),
+      intake_(Intake::of(on_parcel_)) {}
 
 std::shared_ptr<Transfer> Inbound::admit(const Prelude& head, std::shared_ptr<Lease> lease) {
     auto transfer = std::make_shared<Transfer>(Transfer{head, py::object(), std::move(lease)});
@@ -71,6 +73,11 @@ void Inbound::arrived(const Transfer& transfer) {
     Queue& queue = queues_[transfer.head.parcel_class];
     while (!queue.empty() && queue.front()->lease->state() == State::kHeld) {
         const std::shared_ptr<Transfer> next = queue.front();
+        if (intake_ && is_sound(*next)) {
+            queue.pop_front();
+            if (!take(*next)) deliver(*next, parcel_of(*next));
+            continue;
+        }
         const py::object parcel = parcel_of(*next);
         queue.pop_front();
         deliver(*next, parcel);
@@ -112,6 +119,7 @@ py::list Inbound::abandon() {
     }
     // They refer to who refers to this, and nothing is handed over any more.
     on_parcel_ = on_message_ = place_ = py::none();
+    intake_.reset();
     return given_up;
 }
 
@@ -123,26 +131,38 @@ void Inbound::check_order(const Prelude& head) {
     ++expected;
 }
 
+bool Inbound::is_sound(const Transfer& transfer) const {
+    const Prelude& head = transfer.head;
+    const Bytes bytes(transfer.columns);
+    return bytes.size() == static_cast<py::ssize_t>(head.column_bytes) &&
+           (head.parcel_class != kDispatch || head.rows == 0 ||
+            consistent(bytes.data(), head.rows, head.pairs, limits_.experts));
+}
+
+py::object Inbound::rows_of(const Transfer& transfer) const {
+    const Prelude& head = transfer.head;
+    return transfer.lease->block().rows(names().dtypes[head.dtype], head.rows, head.hidden);
+}
+
+// Hands a sound parcel over without making a Python object of it; false if that is needed.
+bool Inbound::take(const Transfer& transfer) {
+    const std::shared_ptr<Intake> intake = intake_;
+    try {
+        return intake->take(source_, transfer.head.dtype,
+                            PackedView(transfer.head, transfer.columns, rows_of(transfer)),
+                            releaser(transfer.lease));
+    } catch (py::error_already_set&) {  // the receiver refused the parcel
+        if (transfer.lease->state() == State::kHeld) transfer.lease->release();
+        throw;
+    }
+}
+
 // The twin is `decode_parcel` in asyncmoe/wire.py.
 py::object Inbound::parcel_of(const Transfer& transfer) const {
-    const auto& of = members().parcel;
     const Prelude& head = transfer.head;
-    const py::object parcel = blank(names().packed_parcel);
-    PyObject* const object = parcel.ptr();
-    of.kind.set(object, names().kinds[head.parcel_class]);
-    of.stage.set(object, py::int_(head.stage));
-    of.count.set(object, py::int_(head.rows));
-    of.pairs.set(object, py::int_(head.pairs));
-    of.block.set(object, transfer.columns);
-    of.payload.set(object, transfer.lease->block().rows(names().dtypes[head.dtype], head.rows,
-                                                        head.hidden));
-    of.credits.set(object, py::int_(head.credits));
-    const Bytes bytes(transfer.columns);
-    if (bytes.size() != static_cast<py::ssize_t>(head.column_bytes) ||
-        (head.parcel_class == kDispatch && head.rows != 0 &&
-         !consistent(bytes.data(), head.rows, head.pairs, limits_.experts))) {
-        names().check_parcel(parcel, head.column_bytes, limits_object_);
-    }
+    const py::object parcel = make_parcel(head.parcel_class, head.stage, head.rows, head.pairs,
+                                          transfer.columns, rows_of(transfer), head.credits);
+    if (!is_sound(transfer)) names().check_parcel(parcel, head.column_bytes, limits_object_);
     return parcel;
 }
 

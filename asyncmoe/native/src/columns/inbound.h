@@ -8,6 +8,8 @@
 
 namespace columns {
 
+class Intake;
+
 // One parcel on its way in.
 struct Transfer {
     Prelude head;
@@ -38,6 +40,9 @@ class Inbound {
   private:
     using Queue = std::deque<std::shared_ptr<Transfer>>;
 
+    bool is_sound(const Transfer& transfer) const;
+    py::object rows_of(const Transfer& transfer) const;
+    bool take(const Transfer& transfer);
     py::object parcel_of(const Transfer& transfer) const;
     void deliver(const Transfer& transfer, const py::object& parcel);
 
@@ -46,6 +51,7 @@ class Inbound {
     const Limits limits_;
     const std::shared_ptr<Pool> leases_;
     py::object on_parcel_, on_message_, place_;  // until the peer is given up
+    std::shared_ptr<Intake> intake_;             // likewise: whose method `on_parcel` is, or null
     uint64_t sequence_[kClasses] = {};
     Queue queues_[kClasses];
 };

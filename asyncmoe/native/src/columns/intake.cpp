@@ -15,9 +15,6 @@ namespace {
 struct Attributes {
     PyObject* const dtype = PyUnicode_InternFromString("dtype");
     PyObject* const append = PyUnicode_InternFromString("append");
-    PyObject* const receive_s = PyUnicode_InternFromString("receive_s");
-    PyObject* const received_parcels = PyUnicode_InternFromString("received_parcels");
-    const py::object one = py::int_(1);
 };
 
 const Attributes& attributes() {
@@ -25,15 +22,29 @@ const Attributes& attributes() {
     return *found;
 }
 
-// object.name += more
-void add(py::handle object, PyObject* name, const py::object& more) {
-    PyObject* sum = PyNumber_Add(get(object, name).ptr(), more.ptr());
-    if (sum == nullptr) throw py::error_already_set();
-    set(object, name, py::reinterpret_steal<py::object>(sum));
+// What `RankTimes` in asyncmoe/stats.py counts of parcels.
+struct TimesMembers {
+    Member receive_s, received_parcels;
+};
+
+const TimesMembers& of_times() {
+    static const TimesMembers* const found = [] {
+        const py::object type = py::module_::import("asyncmoe.stats").attr("RankTimes");
+        return new TimesMembers{Member(type, "receive_s"), Member(type, "received_parcels")};
+    }();
+    return *found;
 }
 
 py::object release_of(py::handle arrival) {
     return py::reinterpret_borrow<py::object>(members().arrival.release.of(arrival.ptr()));
+}
+
+// Our code of a torch dtype; 0: none.
+int code_of(const py::object& dtype) {
+    for (int code = 1; code <= kDtypes; ++code) {
+        if (names().dtypes[code].is(dtype)) return code;
+    }
+    return 0;
 }
 
 double seconds(const py::object& clock) {
@@ -128,6 +139,7 @@ Intake::Intake(py::object receptor, std::shared_ptr<Queues> queues,
       clock_(times_.attr("clock")),
       now_s_(receptor.attr("now_s")),
       dtype_(receptor.attr("dtype")),
+      dtype_code_(code_of(dtype_)),
       local_(of_stages(receptor.attr("local"), *queues_)),
       held_rows_(writable<int64_t>(receptor.attr("held_rows"), "held_rows")),
       held_array_(receptor.attr("held_rows")),
@@ -135,24 +147,45 @@ Intake::Intake(py::object receptor, std::shared_ptr<Queues> queues,
       window_rows_(receptor.attr("window_rows").cast<int64_t>()),
       copies_(receptor.attr("copies").cast<bool>()) {}
 
+std::shared_ptr<Intake> Intake::of(const py::object& callback) {
+    if (!PyMethod_Check(callback.ptr())) return nullptr;
+    const py::handle self = PyMethod_GET_SELF(callback.ptr());
+    const bool is_take = py::isinstance<Intake>(self) &&
+                         callback.equal(self.attr("take"));
+    return is_take ? self.cast<std::shared_ptr<Intake>>() : nullptr;
+}
+
 void Intake::take(py::handle arrival) {
-    if (!is_open) {
-        call(other_, arrival);
-        return;
+    if (is_open) {
+        if (!py::isinstance(arrival, names().arrival)) throw py::type_error("no arrival");
+        const py::handle from(members().arrival.source.of(arrival.ptr()));
+        const auto source = from.cast<int64_t>();
+        if (timed(source, [&] { return take_plain(arrival, source); })) return;
     }
-    if (!py::isinstance(arrival, names().arrival)) throw py::type_error("no arrival");
-    const int64_t source = py::handle(members().arrival.source.of(arrival.ptr())).cast<int64_t>();
+    call(other_, arrival);
+}
+
+bool Intake::take(int64_t source, int dtype, PackedView parcel, py::object release) {
+    if (!is_open || copies_ || dtype != dtype_code_) return false;
+    return timed(source, [&] { return take_plain(source, parcel, release); });
+}
+
+// Counts what was taken. Raises ProtocolError, which is the peer's fault; after another error,
+// which `failed` hears of, nothing is left to be taken.
+template <typename F>
+bool Intake::timed(int64_t source, F take_it) {
     try {
         const double begin_s = seconds(clock_);
-        if (take_plain(arrival, source)) {
-            add(times_, attributes().received_parcels, attributes().one);
-            add(times_, attributes().receive_s, py::float_(seconds(clock_) - begin_s));
-            return;
-        }
+        if (!take_it()) return false;
+        PyObject* const times = times_.ptr();
+        const double more_s = seconds(clock_) - begin_s;
+        const double before_s = PyFloat_AsDouble(of_times().receive_s.of(times));
+        const py::handle parcels(of_times().received_parcels.of(times));
+        of_times().receive_s.set(times, py::float_(before_s + more_s));
+        of_times().received_parcels.set(times, py::int_(parcels.cast<int64_t>() + 1));
     } catch (py::error_already_set& error) {
-        if (error.matches(names().protocol_error)) throw;  // the peer's fault
+        if (error.matches(names().protocol_error)) throw;
         failed_(error.value(), "a parcel", source);
-        return;
     } catch (const std::exception& error) {
         if (const auto* known = dynamic_cast<const py::builtin_exception*>(&error)) {
             known->set_error();
@@ -160,29 +193,34 @@ void Intake::take(py::handle arrival) {
             PyErr_SetString(PyExc_RuntimeError, error.what());
         }
         failed_(py::error_already_set().value(), "a parcel", source);
-        return;
     }
-    call(other_, arrival);
+    return true;
 }
 
 bool Intake::take_plain(py::handle arrival, int64_t source) {
     const py::handle given = members().arrival.parcel.of(arrival.ptr());
     if (copies_ || !is_packed(given)) return false;
-    PackedView parcel(given);
-    if (!queues_->is_expert_stage(parcel.stage) || source < 0 || source >= held_rows_.size ||
-        get(parcel.payload, attributes().dtype).ptr() != dtype_.ptr()) {
+    const PackedView parcel(given);
+    return get(parcel.payload, attributes().dtype).is(dtype_) &&
+           take_plain(source, parcel, release_of(arrival));
+}
+
+bool Intake::take_plain(int64_t source, PackedView parcel, py::object release) {
+    if (!queues_->is_expert_stage(parcel.stage) || source < 0 || source >= held_rows_.size) {
         return false;
     }
-    if (parcel.kind == kDispatch) return take_dispatch(arrival, source, std::move(parcel));
+    if (parcel.kind == kDispatch) {
+        return take_dispatch(source, std::move(parcel), std::move(release));
+    }
     if (!homecoming_) return false;
     bell_->ring();  // before the home asks to be called behind the choice that follows
     // Credits first: a parcel with wrong ones is refused as a whole, and its lease taken back.
     outboxes_->credit(source, parcel.credits);
-    homecoming_->take_in(parcel, release_of(arrival));
+    homecoming_->take_in(parcel, release);
     return true;
 }
 
-bool Intake::take_dispatch(py::handle arrival, int64_t source, PackedView parcel) {
+bool Intake::take_dispatch(int64_t source, PackedView parcel, py::object release) {
     const int64_t held = held_rows_[source] + parcel.rows;
     if (parcel.rows == 0 || held > window_rows_ ||
         !all_local(parcel.block, parcel.rows, parcel.pairs, local_[parcel.stage])) {
@@ -191,7 +229,7 @@ bool Intake::take_dispatch(py::handle arrival, int64_t source, PackedView parcel
     bell_->ring();
     held_rows_[source] = held;
     *arrived_rows_.mutable_data(parcel.stage, source) += parcel.rows;
-    queues_->put(source, std::move(parcel), release_of(arrival), seconds(now_s_));
+    queues_->put(source, std::move(parcel), std::move(release), seconds(now_s_));
     return true;
 }
 
@@ -203,7 +241,7 @@ void bind_intake(py::module_& m) {
         .def(py::init<py::object, std::shared_ptr<Queues>, std::shared_ptr<Outboxes>,
                       std::shared_ptr<Homecoming>, std::shared_ptr<Bell>, py::object,
                       py::object>())
-        .def("take", &Intake::take)
+        .def("take", py::overload_cast<py::handle>(&Intake::take))
         .def_readwrite("is_open", &Intake::is_open);
 }
 

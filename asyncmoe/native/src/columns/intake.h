@@ -51,6 +51,12 @@ class Intake {
            py::object failed);
 
     void take(py::handle arrival);
+    // The same for a parcel that no Python object stands for yet, with rows of `dtype` (code of
+    // ours). If it returns false, nothing has happened: an arrival of it is to be made and taken.
+    bool take(int64_t source, int dtype, PackedView parcel, py::object release);
+
+    // The one whose method `take` this is; null if it is something else.
+    static std::shared_ptr<Intake> of(const py::object& callback);
 
     template <typename F>
     void each_reference(F visit) {
@@ -62,8 +68,11 @@ class Intake {
     bool is_open = true;  // else all arrivals go to `other`
 
   private:
+    template <typename F>
+    bool timed(int64_t source, F take_it);
     bool take_plain(py::handle arrival, int64_t source);
-    bool take_dispatch(py::handle arrival, int64_t source, PackedView parcel);
+    bool take_plain(int64_t source, PackedView parcel, py::object release);
+    bool take_dispatch(int64_t source, PackedView parcel, py::object release);
 
     const std::shared_ptr<Queues> queues_;
     const std::shared_ptr<Outboxes> outboxes_;
@@ -71,6 +80,7 @@ class Intake {
     const std::shared_ptr<Bell> bell_;
     py::object other_, failed_, times_, clock_, now_s_;
     const py::object dtype_;
+    const int dtype_code_;
     const std::vector<py::object> local_;  // of each stage: local index of each expert
     const Column<int64_t> held_rows_;      // [ranks]
     const py::object held_array_;

@@ -10,7 +10,7 @@ namespace columns {
 namespace {
 
 constexpr int kSmallestPower = 12;
-constexpr size_t kMostViews = 16;
+constexpr size_t kViews = 256;  // a power of two
 
 uint8_t* host_memory(const py::object& tensor) {
     if (!tensor.attr("is_cpu").cast<bool>()) return nullptr;
@@ -36,15 +36,12 @@ Block::Block(int64_t id, py::object tensor)
       size(tensor.attr("numel")().cast<int64_t>()) {}
 
 py::object Block::rows(py::handle dtype, int64_t rows, int64_t hidden) {
-    for (const View& view : views_) {
-        if (view.rows == rows && view.hidden == hidden && view.dtype == dtype.ptr()) {
-            return view.tensor;
-        }
+    if (views_.empty()) views_.resize(kViews);
+    View& view = views_[static_cast<size_t>(rows) % kViews];
+    if (!view.tensor || view.rows != rows || view.hidden != hidden || view.dtype != dtype.ptr()) {
+        view = {dtype.ptr(), rows, hidden, names().rows_of(tensor, dtype, rows, hidden)};
     }
-    if (views_.size() == kMostViews) views_.clear();
-    py::object made = names().rows_of(tensor, dtype, rows, hidden);
-    views_.push_back({dtype.ptr(), rows, hidden, made});
-    return made;
+    return view.tensor;
 }
 
 Lease::Lease(std::shared_ptr<Pool> pool, std::shared_ptr<Block> block, int64_t nbytes,

@@ -16,7 +16,8 @@ class Block {
   public:
     Block(int64_t id, py::object tensor);
 
-    // Its first bytes as [rows, hidden] of a dtype; made once for each shape there is.
+    // Its first bytes as [rows, hidden] of a dtype. A tensor costs more than all else that a parcel
+    // needs, so those of many numbers of rows are kept.
     py::object rows(py::handle dtype, int64_t rows, int64_t hidden);
 
     const int64_t id;
@@ -31,7 +32,7 @@ class Block {
         int64_t rows, hidden;
         py::object tensor;
     };
-    std::vector<View> views_;
+    std::vector<View> views_;  // by rows, modulo their number
 };
 
 class Pool;

@@ -28,6 +28,7 @@
 #include "shm_sender.h"
 #include "timeline.h"
 #include "tokens.h"
+#include "turn.h"
 #include "wire.h"
 #include "writer.h"
 
@@ -66,5 +67,6 @@ PYBIND11_MODULE(_columns, m) {
     bind_shm_receiver(m);
     bind_shm_port(m);
     bind_timeline(m);
+    bind_turn(m);
     bind_model_link(m);
 }

@@ -1,6 +1,7 @@
 #include "parcel.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "block.h"
 #include "members.h"
@@ -34,6 +35,20 @@ PackedView::PackedView(py::handle parcel)
     payload = py::reinterpret_borrow<py::object>(slot.payload.of(from));
 }
 
+PackedView::PackedView(const Prelude& head, py::object columns, py::object rows_of_it)
+    : block(std::move(columns)),
+      payload(std::move(rows_of_it)),
+      kind(head.parcel_class),
+      stage(head.stage),
+      rows(head.rows),
+      pairs(head.pairs),
+      credits(head.credits) {}
+
+py::object PackedView::object() const {
+    if (packed) return packed;
+    return make_parcel(static_cast<int>(kind), stage, rows, pairs, block, payload, credits);
+}
+
 std::vector<int64_t> alive_rows(const PackedView& parcel,
                                 const std::unordered_set<uint64_t>& dead) {
     const Bytes bytes(parcel.block);
@@ -51,7 +66,7 @@ std::vector<int64_t> alive_rows(const PackedView& parcel,
 py::object select(const PackedView& parcel, const std::vector<int64_t>& rows) {
     Fresh<int64_t> keep(rows.size());
     std::copy(rows.begin(), rows.end(), keep.data);
-    return parcel.packed.attr("select")(keep.array);
+    return parcel.object().attr("select")(keep.array);
 }
 
 py::object make_parcel(int kind, int64_t stage, int64_t rows, int64_t pairs, py::handle block,

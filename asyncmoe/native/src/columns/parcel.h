@@ -12,8 +12,13 @@ namespace columns {
 struct PackedView {
     // Takes any parcel, which is packed if it is not. Raises what `pack` raises.
     explicit PackedView(py::handle parcel);
+    // One that no Python object stands for yet.
+    PackedView(const Prelude& head, py::object columns, py::object rows_of_it);
 
-    py::object packed, block, payload;
+    // The Python object; made if there was none.
+    py::object object() const;
+
+    py::object packed, block, payload;  // `packed` may be null
     int64_t kind, stage, rows, pairs, credits;
 };
 

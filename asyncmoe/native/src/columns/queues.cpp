@@ -17,22 +17,32 @@ void Hold::read(int64_t read_rows) {
     }
 }
 
-Taken::Taken(std::vector<RowSegment> segments) : segments_(std::move(segments)) {
-    std::stable_sort(segments_.begin(), segments_.end(),
+void Taken::init(std::vector<RowSegment> taken) {
+    segments = std::move(taken);
+    std::stable_sort(segments.begin(), segments.end(),
                      [](const RowSegment& a, const RowSegment& b) { return a.source < b.source; });
-    for (const RowSegment& each : segments_) rows += each.parcel.rows;
+    for (const RowSegment& each : segments) rows += each.parcel.rows;
+}
+
+int Taken::visit(visitproc visit, void* arg) {
+    int stopped = 0;
+    const auto each_object = [&](const py::object& reference) {
+        if (stopped == 0 && reference.ptr() != nullptr) stopped = visit(reference.ptr(), arg);
+    };
+    for (RowSegment& each : segments) each.each_reference(each_object);
+    return stopped;
 }
 
 py::list Taken::payloads() const {
-    py::list found(segments_.size());
-    for (size_t i = 0; i < segments_.size(); ++i) found[i] = segments_[i].parcel.payload;
+    py::list found(segments.size());
+    for (size_t i = 0; i < segments.size(); ++i) found[i] = segments[i].parcel.payload;
     return found;
 }
 
 py::tuple Taken::columns(py::handle local, py::ssize_t local_experts, bool per_expert) const {
     std::vector<Dispatched> parcels;
-    parcels.reserve(segments_.size());
-    for (const RowSegment& each : segments_) {
+    parcels.reserve(segments.size());
+    for (const RowSegment& each : segments) {
         parcels.emplace_back(each.source, each.parcel.rows, each.parcel.pairs, each.parcel.block);
     }
     return expert_columns(parcels, local, local_experts, per_expert);
@@ -41,7 +51,7 @@ py::tuple Taken::columns(py::handle local, py::ssize_t local_experts, bool per_e
 void Taken::read(py::handle held_rows) {
     const auto held = writable<int64_t>(held_rows, "held_rows");
     std::vector<RowSegment> read;
-    std::swap(read, segments_);
+    std::swap(read, segments);
     for (const RowSegment& each : read) held.at(each.source, "held_rows") -= each.parcel.rows;
     for (const RowSegment& each : read) each.hold->read(each.parcel.rows);
 }
@@ -137,7 +147,7 @@ py::array_t<int64_t> Queues::take_chunks(int64_t stage, int64_t max_rows) {
     return chunks.array;
 }
 
-std::shared_ptr<Taken> Queues::take_rows(int64_t stage, int64_t max_rows) {
+Ref<Taken> Queues::take_rows(int64_t stage, int64_t max_rows) {
     Queue& queue = row_queue(stage);
     std::vector<RowSegment> taken;
     int64_t room = max_rows;
@@ -150,14 +160,16 @@ std::shared_ptr<Taken> Queues::take_rows(int64_t stage, int64_t max_rows) {
             room -= here;
             continue;
         }
-        const py::object piece = head.parcel.packed.attr("piece");
+        const py::object piece = head.parcel.object().attr("piece");
         taken.push_back({head.source, PackedView(piece(0, room)), head.hold, head.joined_s,
                          head.joined_decision});
         head.parcel = PackedView(piece(room, here));
         room = 0;
     }
     left(stage, max_rows - room);
-    return std::make_shared<Taken>(std::move(taken));
+    auto made = Ref<Taken>::make();
+    made->init(std::move(taken));
+    return made;
 }
 
 void Queues::remove_chunks(int64_t stage, py::handle chunks_array) {
@@ -209,12 +221,51 @@ int64_t Queues::discard(int64_t source, py::handle slots_array, py::handle epoch
     return dropped;
 }
 
+namespace {
+
+PyObject* rows_of(PyObject* self, void*) { return PyLong_FromLongLong(unboxed<Taken>(self).rows); }
+
+PyObject* payloads_of(PyObject* self, void*) {
+    return guarded([&]() -> PyObject* { return unboxed<Taken>(self).payloads().release().ptr(); });
+}
+
+PyObject* columns_of(PyObject* self, PyObject* arguments) {
+    return guarded([&]() -> PyObject* {
+        PyObject* local;
+        Py_ssize_t local_experts;
+        int per_expert;
+        if (!PyArg_ParseTuple(arguments, "Onp", &local, &local_experts, &per_expert)) {
+            throw py::error_already_set();
+        }
+        const Taken& taken = unboxed<Taken>(self);
+        return taken.columns(local, local_experts, per_expert != 0).release().ptr();
+    });
+}
+
+PyObject* read_all(PyObject* self, PyObject* held_rows) {
+    return guarded([&]() -> PyObject* {
+        unboxed<Taken>(self).read(held_rows);
+        return py::none().release().ptr();
+    });
+}
+
+PyGetSetDef taken_fields[] = {
+    {"rows", rows_of, nullptr, nullptr, nullptr},
+    {"payloads", payloads_of, nullptr, nullptr, nullptr},
+    {},
+};
+
+PyMethodDef taken_methods[] = {
+    {"columns", columns_of, METH_VARARGS, nullptr},
+    {"read", read_all, METH_O, nullptr},
+    {},
+};
+
+}  // namespace
+
 void bind_queues(py::module_& m) {
-    py::class_<Taken, std::shared_ptr<Taken>>(m, "Taken", collected<Taken>())
-        .def_readonly("rows", &Taken::rows)
-        .def_property_readonly("payloads", &Taken::payloads)
-        .def("columns", &Taken::columns)
-        .def("read", &Taken::read);
+    add_box<Taken>(m, "asyncmoe.native._columns.Taken",
+                   {{Py_tp_methods, taken_methods}, {Py_tp_getset, taken_fields}});
     py::class_<Queues, std::shared_ptr<Queues>>(m, "Queues", collected<Queues>())
         .def(py::init<py::object>())
         .def_readonly("chain", &Queues::chain)
@@ -228,7 +279,10 @@ void bind_queues(py::module_& m) {
              py::arg("rows"), py::arg("now_s"), py::arg("total") = py::none())
         .def("put_parcel", &Queues::put_parcel)
         .def("take_chunks", &Queues::take_chunks)
-        .def("take_rows", &Queues::take_rows)
+        .def("take_rows",
+             [](Queues& queues, int64_t stage, int64_t max_rows) {
+                 return queues.take_rows(stage, max_rows).object();
+             })
         .def("remove_chunks", &Queues::remove_chunks)
         .def("discard", &Queues::discard);
 }

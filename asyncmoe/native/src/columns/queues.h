@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "boxed.h"
 #include "parcel.h"
 
 namespace columns {
@@ -33,23 +34,18 @@ struct RowSegment {
 };
 
 // Rows that were taken for a batch: the compiled twin of `Taken` in asyncmoe/microqueue.py.
-class Taken {
-  public:
-    explicit Taken(std::vector<RowSegment> segments);
+struct Taken {
+    void init(std::vector<RowSegment> taken);
 
     py::list payloads() const;
     py::tuple columns(py::handle local, py::ssize_t local_experts, bool per_expert) const;
     void read(py::handle held_rows);
 
-    template <typename F>
-    void each_reference(F visit) {
-        for (RowSegment& each : segments_) each.each_reference(visit);
-    }
+    int visit(visitproc visit, void* arg);
+    void clear() { const std::vector<RowSegment> gone = std::move(segments); }
 
     int64_t rows = 0;
-
-  private:
-    std::vector<RowSegment> segments_;  // in ascending order of their source
+    std::vector<RowSegment> segments;  // in ascending order of their source
 };
 
 class Queues {
@@ -61,7 +57,7 @@ class Queues {
     void put_parcel(int64_t source, py::handle parcel, py::object release, double now_s);
     void put(int64_t source, PackedView parcel, py::object release, double now_s);
     py::array_t<int64_t> take_chunks(int64_t stage, int64_t max_rows);
-    std::shared_ptr<Taken> take_rows(int64_t stage, int64_t max_rows);
+    Ref<Taken> take_rows(int64_t stage, int64_t max_rows);
     void remove_chunks(int64_t stage, py::handle chunks);
     int64_t discard(int64_t source, py::handle slots, py::handle epochs);
 
