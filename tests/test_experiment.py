@@ -342,7 +342,7 @@ def test_runs_that_fail_are_told_and_the_others_count(tmp_path: Path) -> None:
     assert done.returncode == 1
     never, mtfs, fails = orjson.loads(done.stdout)["runs"]
     assert mtfs["steady_tokens_per_s"] > 0
-    assert never["error"].startswith("no token came between 0.01 and 0.2 s")
+    assert never["error"].startswith("no stage ran between 0.01 and 0.2 s")
     assert fails["error"].endswith("what went wrong")
     for name in ("Never", "Fails"):
         assert f"the run of {name} failed: " in done.stderr

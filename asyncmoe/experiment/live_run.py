@@ -60,7 +60,7 @@ async def _run(setting: Setting, tell: Tell, found: list[dict[str, Any]]) -> int
     if faults := recorders[0].faults():
         ended = ", ".join(f"{count} {reason}" for reason, count in faults.items())
         raise AsyncMoeError(f"requests ended badly: {ended}; the log on standard error may say why")
-    check_usable(run.metrics, setting.window.ramp_s)
+    check_usable(run.metrics, run.cluster, setting.window.ramp_s)
     metrics = {**run.metrics, "cluster": run.cluster}
     metrics[DEFAULT_METRIC] = run.metrics["tokens_per_s"]  # live windows are long enough
     found.append({"metrics": metrics, "cost": {}})

@@ -100,7 +100,8 @@ class Outcome:
         """What the simulation itself took, a line for each run; empty for live ones."""
         return "".join(
             f"{setting.label}: {cost['virtual_s']:.2f} virtual s took {cost['real_s']:.1f} s, "
-            f"{cost['cpu_s']:.1f} of the CPU; {cost['steps']} steps, {cost['parcels']} parcels\n"
+            f"{cost['cpu_s']:.1f} of the CPU; {cost['steps']} steps, {cost['parcels']} parcels"
+            f"{'' if result['metrics']['tokens'] else '; no token came in the window'}\n"
             for setting, result in self.ended
             if (cost := result["cost"])
         )

@@ -8,11 +8,11 @@ from typing import Any
 from asyncmoe.errors import AsyncMoeError
 
 
-def check_usable(metrics: Mapping[str, Any], ramp_s: float) -> None:
+def check_usable(metrics: Mapping[str, Any], cluster: Mapping[str, Any], ramp_s: float) -> None:
     """Raise `AsyncMoeError` saying why nothing was measured, if so.
 
     Args:
-        metrics: of `metrics.summary.summarise`.
+        metrics, cluster: of `metrics.summary.summarise` and `metrics.cluster.cluster_figures`.
         ramp_s: the start of the run that did not count.
     """
     end_s = metrics["window"]["end_s"]
@@ -21,8 +21,8 @@ def check_usable(metrics: Mapping[str, Any], ramp_s: float) -> None:
             f"all requests had ended after {end_s:.3g} s, within the ramp of {ramp_s:g} s, which "
             "does not count; allowed: a shorter one (--ramp, window.ramp_s) or more requests"
         )
-    if not metrics["tokens"]:
+    if not any(sum(rank["batches"].values()) for rank in cluster["ranks"].values()):
         raise AsyncMoeError(
-            f"no token came between {ramp_s:g} and {end_s:.3g} s: the rule chose nothing, or a "
-            "token takes longer than that"
+            f"no stage ran between {ramp_s:g} and {end_s:.3g} s, although requests were under way: "
+            "the rule chose none"
         )

@@ -68,7 +68,7 @@ async def _run(setting: Setting, tell: Tell) -> dict[str, Any]:
         bill = None if meter is None else meter.bill()
         after = _reports(cluster, model)
     metrics = _metrics(setting, place, recorder.record(), before or after, after)
-    check_usable(metrics, setting.window.ramp_s)
+    check_usable(metrics, metrics["cluster"], setting.window.ramp_s)
     cost = _cost(after, *spent_s)
     if bill is not None:
         cost |= {"stage_us": bill.per_stage_us, "parcel_us": bill.per_parcel_us}
