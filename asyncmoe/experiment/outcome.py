@@ -70,14 +70,7 @@ class Outcome:
         """One entry for each run, with what is mostly compared or why it failed, JSON-ready."""
         return {
             "runs": [
-                {
-                    **self._told_apart(setting),
-                    **(
-                        {"error": result["error"]}
-                        if "error" in result
-                        else _rounded(_compared(result["metrics"]))
-                    ),
-                }
+                {**self._told_apart(setting), **_compared(result)}
                 for setting, result in zip(self.settings, self.results, strict=True)
             ]
         }
@@ -177,7 +170,10 @@ def _key(reference: Reference, workload: str) -> tuple[tuple[str, str], ...]:
     return tuple(sorted({**reference.names, "workload": workload}.items()))
 
 
-def _compared(metrics: Mapping[str, Any]) -> dict[str, float | None]:
+def _compared(result: Mapping[str, Any]) -> dict[str, Any]:
+    if "error" in result:
+        return {"error": result["error"]}
+    metrics = result["metrics"]
     every, slowest = metrics["all"], metrics["slowest_1_percent"]
     itl, ttft, late = every["itl_ms"] or {}, every["ttft_ms"] or {}, slowest["itl_ms"] or {}
     cluster = metrics["cluster"]
@@ -191,7 +187,7 @@ def _compared(metrics: Mapping[str, Any]) -> dict[str, float | None]:
         cluster["mean_rows"]["expert"],
         cluster["device_utilisation"],
     )
-    return dict(zip(_COMPARED, values, strict=True))
+    return _rounded(dict(zip(_COMPARED, values, strict=True)))
 
 
 def _cell(value: float | None) -> str:
