@@ -17,7 +17,7 @@ from asyncmoe.virtual.plainloop import PlainLoop
 T = TypeVar("T")
 
 SLACK_S = 20e-6  # about what a parcel costs a host
-_NEW_OBJECTS = 50_000  # before the garbage collector looks at them: hardly any are garbage
+_NEW_OBJECTS = 1_000_000  # before the garbage collector looks at them: hardly any are garbage
 
 
 def run(main: Coroutine[Any, Any, T], seed: int | None = None, slack_s: float = SLACK_S) -> T:
