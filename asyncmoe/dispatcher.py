@@ -86,4 +86,5 @@ class Dispatcher:
 
     def combine(self, step: ExpertStep, out: torch.Tensor) -> list[Parcel]:
         """Send the output rows of an expert batch home; see `Outboxes.answer`."""
-        return self._answer(step.stage, step.columns[4], out)
+        *_, back = step.columns
+        return self._answer(step.stage, back, out)

@@ -23,8 +23,8 @@ def write_file(path: Path, content: bytes) -> None:
     """Write all of it, or leave what was there. Raises `ConfigError` if it cannot be written."""
     part = path.with_name(f"{path.name}.part")
     try:
-        if not path.is_file() and path.exists():  # a device or a pipe
-            path.write_bytes(content)
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            path.write_bytes(content)  # to where it leads, a device or a pipe
             return
         part.write_bytes(content)
         part.replace(path)

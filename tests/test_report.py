@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from asyncmoe.errors import ConfigError
 from asyncmoe.metrics.recorder import REASONS, Record
 from asyncmoe.metrics.summary import MeasureConfig, summarise
+from asyncmoe.outfile import write_file
 from asyncmoe.report.axis import Axis, linear, logarithmic, short
 from asyncmoe.report.page import page, write_report
 from asyncmoe.report.picture import opacity_picture
@@ -143,6 +144,28 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
 def test_a_report_that_cannot_be_written_is_an_error_with_its_path(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be written"):
         write_report(results(run("a", "a")), tmp_path / "no" / "r.html")
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    write_file(tmp_path / "a", b"all")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"all")]
+    with pytest.raises(ConfigError, match="/dev/full cannot be written: No space left"):
+        write_file(Path("/dev/full"), b"x")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    write_file(tmp_path / "link", b"new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "a").read_bytes() == b"new"
+
+
+def test_a_report_names_the_runs_that_failed_even_if_all_have() -> None:
+    made = results(failed={"mtfs": "it was <ended>"})
+    assert "<b>mtfs</b>: it was &lt;ended&gt;" in page(made)
+
+
+def test_points_of_equal_results_do_not_hide_each_other() -> None:
+    text = page(results(run("a", "a"), run("b", "b")))
+    rings = re.findall(r'<circle [^>]*r="([\d.]+)" fill="none"', text)
+    assert rings == ["8.5"]
 
 
 def test_a_picture_is_a_png_of_colour_and_opacity() -> None:

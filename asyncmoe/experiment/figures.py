@@ -76,12 +76,11 @@ class Figure:
 
 
 def read_figures(experiment: Experiment) -> list[Figure]:
-    """All figures. Without any, the throughput of each system.
+    """All figures.
 
     Raises `ConfigError` naming the figure that cannot be understood, `UnknownName` for a name.
     """
-    texts = experiment.figures or {f"{name}_tok_s": name for name in experiment.systems}
-    return [_figure(experiment, name, text) for name, text in texts.items()]
+    return [_figure(experiment, name, text) for name, text in experiment.all_figures.items()]
 
 
 def _figure(experiment: Experiment, name: str, text: str) -> Figure:

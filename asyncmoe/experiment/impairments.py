@@ -35,7 +35,8 @@ def _table(text: str, live: bool, world: int) -> dict[str, Any]:
                 return {"links": {"latency_ms": _number(ms, "MS", 0, _MOST_MS)}}
             case "delay", [link, ms]:
                 latency_ms = _number(ms, "MS", 0, _MOST_MS)
-                return {"links": {"links": {_link(link, world): {"latency_ms": latency_ms}}}}
+                check_link(link, f"link {link!r}", world)
+                return {"links": {"links": {link: {"latency_ms": latency_ms}}}}
             case "jitter", [ms]:
                 return {"links": {"jitter_ms": _number(ms, "MS", 0, _MOST_MS)}}
             case "narrow", [mbit]:
@@ -63,8 +64,3 @@ def _number(text: str, what: str, least: float, most: float) -> float:
     if not least <= value <= most:
         raise ConfigError(f"{what} is {text!r}; allowed: {least:g} to {most:g}")
     return value
-
-
-def _link(text: str, world: int) -> str:
-    check_link(text, f"link {text!r}", world)
-    return text

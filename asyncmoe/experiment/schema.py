@@ -275,14 +275,18 @@ class Experiment(Section):
                 other = seen.setdefault(name, dimension)
                 if other != dimension:
                     raise ValueError(f"{name!r} is a {other} and a {dimension}; names must differ")
-        figures = self.figures or {f"{name}_tok_s": name for name in self.systems}
         for workload, published in self.published.items():
             if workload not in self.workloads:
                 raise UnknownName("workload in published", workload, self.workloads)
             for name in published:
-                if name not in figures:
-                    raise UnknownName(f"figure in published.{workload}", name, figures)
+                if name not in self.all_figures:
+                    raise UnknownName(f"figure in published.{workload}", name, self.all_figures)
         return self
+
+    @property
+    def all_figures(self) -> dict[str, str]:
+        """`figures`; without any, the throughput of each system."""
+        return self.figures or {f"{name}_tok_s": name for name in self.systems}
 
     def dimensions(self) -> dict[str, list[str]]:
         """What a run is made for every combination of: names, by dimension, in order."""
