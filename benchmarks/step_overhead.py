@@ -38,7 +38,9 @@ from asyncmoe.messages import Admit, Message, Shutdown, Stats, StatsRequest, Tok
 from asyncmoe.rank import Rank
 from asyncmoe.sampling import SamplingParams
 
-WARM_TOKENS, TOKENS = 16, 80
+# The kernel tells user time from system time by samples, 100 to 1000 of them a second: some hundreds
+# have to fall into a run before the shares hold to a few percent.
+WARM_TOKENS, TOKENS = 16, 336
 
 
 class FrontEnd:

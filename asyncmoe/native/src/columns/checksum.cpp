@@ -23,7 +23,9 @@ struct Tables {
             of[0][i] = crc;
         }
         for (int t = 1; t < 4; ++t) {
-            for (int i = 0; i < 256; ++i) of[t][i] = of[0][of[t - 1][i] & 255] ^ (of[t - 1][i] >> 8);
+            for (int i = 0; i < 256; ++i) {
+                of[t][i] = of[0][of[t - 1][i] & 255] ^ (of[t - 1][i] >> 8);
+            }
         }
     }
 };

@@ -72,7 +72,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
 
     std::shared_ptr<Lease> obtain(int64_t nbytes);
     std::shared_ptr<Lease> adopt(py::object memory, py::object on_free);
-    std::shared_ptr<Lease> lend(std::shared_ptr<Block> block, int64_t nbytes, Lease::OnFree on_free);
+    std::shared_ptr<Lease> lend(std::shared_ptr<Block> block, int64_t nbytes,
+                                Lease::OnFree on_free);
     std::shared_ptr<Block> block(py::object memory);
 
     int64_t count(State state) const { return counts_[static_cast<int>(state)]; }

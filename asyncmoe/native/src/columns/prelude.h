@@ -1,4 +1,5 @@
-// The fixed head of a frame, see asyncmoe/wire.py. It stands little-endian, as the machines we run on.
+// The fixed head of a frame, see asyncmoe/wire.py. It stands little-endian, as the machines we run
+// on.
 #pragma once
 
 #include "view.h"

@@ -1,4 +1,5 @@
-// A segment of shared memory, see transports/shm_segment.py: where what lies, and how it is accessed.
+// A segment of shared memory, see transports/shm_segment.py: where what lies, and how it is
+// accessed.
 #pragma once
 
 #include <algorithm>
