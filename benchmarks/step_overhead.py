@@ -34,12 +34,12 @@ from checkpoints import write_config
 
 from asyncmoe.config import Config
 from asyncmoe.frontend.startup import start_ranks
-from asyncmoe.messages import Admit, Message, Shutdown, Stats, StatsRequest, TokensOut
+from asyncmoe.messages import Admit, Ended, Message, Shutdown, Stats, StatsRequest, TokensOut
 from asyncmoe.rank import Rank
 from asyncmoe.sampling import SamplingParams
 
-# The kernel tells user time from system time by samples, 100 to 1000 of them a second: some hundreds
-# have to fall into a run before the shares hold to a few percent.
+# The kernel tells user time from system time by samples, 100 to 1000 a second: hundreds must fall
+# into a run before the shares hold to a few percent.
 WARM_TOKENS, TOKENS = 16, 336
 
 
@@ -49,7 +49,7 @@ class FrontEnd:
     def __init__(self, rank: Rank) -> None:
         self.rank, self.tokens = rank, 0
         self.reports: dict[int, dict[str, Any]] = {}
-        self._goal: tuple[int, asyncio.Event] | None = None
+        self._goal: tuple[int, asyncio.Future[None]] | None = None
         self._reported = asyncio.Event()
         rank.on_front_end = self._note
 
@@ -57,16 +57,28 @@ class FrontEnd:
         if isinstance(message, TokensOut):
             self.tokens += len(message.tokens)
             if self._goal is not None and self.tokens >= self._goal[0]:
-                self._goal[1].set()
+                self._reach(None)
+            elif any(message.finish):
+                self._reach(RuntimeError("requests ended early: the model's context is too short"))
+        elif isinstance(message, Ended):
+            self._reach(RuntimeError(f"a request ended early: {message.message}"))
         elif isinstance(message, Stats):
             self.reports[source] = message.values
             if len(self.reports) == 2:
                 self._reported.set()
 
     async def until(self, tokens: int) -> None:
-        """Wait until `tokens` tokens have come out."""
-        self._goal = tokens, asyncio.Event()
-        await self._goal[1].wait()
+        """Wait until `tokens` tokens have come out. Raises `RuntimeError` if a request failed."""
+        self._goal = tokens, asyncio.get_running_loop().create_future()
+        await self._goal[1]
+
+    def _reach(self, error: Exception | None) -> None:
+        if self._goal is None or self._goal[1].done():
+            return
+        if error is None:
+            self._goal[1].set_result(None)
+        else:
+            self._goal[1].set_exception(error)
 
     async def report(self) -> dict[int, dict[str, Any]]:
         """The counters of both ranks, now."""
