@@ -106,6 +106,7 @@ class Server:
         self._runner = web.AppRunner(
             application,
             access_log=None,
+            logger=_library_log(),
             handler_cancellation=True,
             shutdown_timeout=GOODBYE_S,
         )
@@ -288,7 +289,35 @@ def _unless_stopping(output: RequestOutput) -> RequestOutput:
     return output
 
 
+class _WithoutTraceback(logging.Filter):
+    """What aiohttp reports with a traceback is what a client did wrong: one line says it.
+
+    Our own errors are logged in full by `_errors_as_json`.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Always true; takes the traceback out of the record."""
+        if record.exc_info:
+            error = record.exc_info[1]
+            said = " ".join(str(error).split())
+            record.msg = f"{record.getMessage()}: {type(error).__name__}: {said:.200}"
+            record.args, record.exc_info = (), None
+            record.levelno, record.levelname = logging.WARNING, "WARNING"
+        return True
+
+
+def _library_log() -> logging.Logger:
+    """Where aiohttp reports connections that it cannot serve."""
+    found = log.getChild("http")
+    if not found.filters:
+        found.addFilter(_WithoutTraceback())
+    return found
+
+
 async def _read_json(request: web.Request) -> Any:
+    limit = request.app._client_max_size
+    if (request.content_length or 0) > limit:  # without waiting for a body that is not read
+        raise web.HTTPRequestEntityTooLarge(limit, request.content_length or 0)
     try:
         raw = await request.read()
     except web.RequestPayloadError as error:

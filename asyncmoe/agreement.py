@@ -19,7 +19,7 @@ from asyncmoe.config import Config, SchedulerConfig
 from asyncmoe.errors import ConfigError, ProtocolError
 from asyncmoe.model import ModelSpec
 from asyncmoe.placement import Placement
-from asyncmoe.registry import find, scheduler_parameters
+from asyncmoe.registry import scheduler_parameters
 from asyncmoe.transport import Directory
 
 _SECTIONS = ("engine", "kv")  # the front end reckons with rank 0's values for every home
@@ -37,8 +37,9 @@ def fingerprint(
 ) -> dict[str, str]:
     """What must be equal on all ranks, by the name that a user knows it by; short printable text.
 
-    Paths, threads, addresses and batch sizes may differ, and the scheduling rule unless it is
-    synchronous. Raises `CheckpointError` if a weight file cannot be read.
+    Paths, threads, addresses and batch sizes may differ. The scheduling rule may not: a result
+    names one, and ranks under a synchronous rule wait for each other. Raises `CheckpointError` if
+    a weight file cannot be read.
     """
     found = {
         "the version of asyncmoe": version("asyncmoe"),
@@ -48,7 +49,7 @@ def fingerprint(
         "placement.roles": _short(",".join(placement.roles)),
         "placement (owner of each expert)": _digest(placement.owner.tobytes()),
     }
-    found |= _synchronous_rule(config.scheduler)
+    found |= _rule(config.scheduler)
     for item in fields(spec):
         found[f"the model's {item.name}"] = _short(str(getattr(spec, item.name)))
     for section in _SECTIONS:
@@ -60,13 +61,10 @@ def fingerprint(
     return found
 
 
-def _synchronous_rule(config: SchedulerConfig) -> dict[str, str]:
-    """The rule that all ranks must share, if it takes them through the layers in step."""
-    synchronous = find("schedulers", config.name).synchronous
-    found = {"the synchronous scheduler": _short(config.name) if synchronous else "none"}
-    if synchronous:
-        for key, value in scheduler_parameters(config).model_dump().items():
-            found[f"scheduler.parameters.{key}"] = _short(str(value))
+def _rule(config: SchedulerConfig) -> dict[str, str]:
+    found = {"scheduler.name": _short(config.name)}
+    for key, value in scheduler_parameters(config).model_dump().items():
+        found[f"scheduler.parameters.{key}"] = _short(str(value))
     return found
 
 

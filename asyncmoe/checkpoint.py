@@ -27,8 +27,9 @@ from torch import Tensor
 
 from asyncmoe import registry
 from asyncmoe.config import ModelConfig
-from asyncmoe.errors import CheckpointError, ConfigError, UnknownName
+from asyncmoe.errors import CheckpointError, ConfigError, RequestError, UnknownName
 from asyncmoe.model import LoadPlan, Model, ModelSpec
+from asyncmoe.sampling import SamplingParams
 
 BUILT_IN = Path(__file__).parent / "models"  # the built-in model NAME lies in the folder NAME
 SAMPLE_BYTES = 4096  # of each file, to tell checkpoints apart
@@ -321,9 +322,7 @@ def open_checkpoint(config: ModelConfig) -> Checkpoint:
         source = DummySource(seed=config.seed, std=settings.get("initializer_range") or 0.02)
     else:
         source = SafetensorsSource(directory, strict=config.strict)
-    defaults = {
-        key: generation[key] for key in SAMPLING_DEFAULTS if generation.get(key) is not None
-    }
+    defaults = {key: generation[key] for key in _wished(generation)}
     return Checkpoint(directory, settings, model_class, spec, source, defaults)
 
 
@@ -338,6 +337,8 @@ def find_directory(name: str) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         return path
+    if path.is_file():
+        raise CheckpointError(f"{path} is a file; allowed: the directory of a checkpoint")
     if len(path.parts) > 1:
         raise CheckpointError(f"there is no directory {path}")
     raise UnknownName("model", name, known)
@@ -379,7 +380,16 @@ def _read_generation(directory: Path) -> dict[str, Any]:
         value = generation.get(key)
         if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
             raise ConfigError(f"{path}: {key} is {value!r}; allowed: a finite number")
+    try:
+        SamplingParams(**{key: generation[key] for key in _wished(generation)})
+    except RequestError as error:
+        raise ConfigError(f"{path}: {error}") from None
     return generation
+
+
+def _wished(generation: Mapping[str, Any]) -> list[str]:
+    """The sampling fields that generation_config.json sets."""
+    return [key for key in SAMPLING_DEFAULTS if generation.get(key) is not None]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

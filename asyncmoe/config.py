@@ -11,6 +11,8 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+_MOST = 1 << 24  # of things that every rank keeps tables of
+
 
 class Section(BaseModel):
     """Base of every section: unknown keys are errors, values are checked when they are set."""
@@ -116,10 +118,17 @@ class TransportConfig(Section):
     """How parcels travel."""
 
     name: str | None = Field(None, description="Default: inproc for one rank, auto for several")
-    parcel_bytes: int = Field(64 << 20, ge=4096, description="Largest payload of one parcel")
-    message_bytes: int = Field(16 << 20, ge=1 << 20, description="Largest control message")
+    parcel_bytes: int = Field(
+        64 << 20, ge=4096, le=4 << 30, description="Largest payload of one parcel"
+    )
+    message_bytes: int = Field(
+        16 << 20, ge=1 << 20, le=1 << 30, description="Largest control message"
+    )
     window_rows: int = Field(
-        4096, ge=1, description="Rows that an expert rank holds for one home rank (credits)"
+        4096,
+        ge=1,
+        le=_MOST,
+        description="Rows that an expert rank holds for one home rank (credits)",
     )
     options: dict[str, Any] = Field(
         default_factory=dict, description="Options of the transport itself"
@@ -176,15 +185,24 @@ class EngineConfig(Section):
     combine: Literal["per_rank", "per_expert"] = Field(
         "per_rank", description="Combine rows per expert rank (fewest bytes) or per expert"
     )
-    prefill_chunk: int = Field(256, ge=1, description="Most positions of one prefill chunk")
-    max_requests: int = Field(256, ge=1, description="Requests in the layers at once, per home")
+    prefill_chunk: int = Field(
+        256, ge=1, le=_MOST, description="Most positions of one prefill chunk"
+    )
+    max_requests: int = Field(
+        256, ge=1, le=_MOST, description="Requests in the layers at once, per home"
+    )
     queue_requests: int = Field(
-        4096, ge=1, description="Requests that wait for admission, per home; more are refused"
+        4096,
+        ge=1,
+        le=_MOST,
+        description="Requests that wait for admission, per home; more are refused",
     )
     request_timeout_s: float | None = Field(
         None, gt=0, description="A request that takes longer ends with an error; default never"
     )
-    slots: int = Field(2048, ge=1, description="Token slots (rows in the layers) per home rank")
+    slots: int = Field(
+        2048, ge=1, le=_MOST, description="Token slots (rows in the layers) per home rank"
+    )
     default_max_tokens: int | None = Field(
         None,
         ge=1,

@@ -9,22 +9,24 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from asyncmoe import native
 from asyncmoe.config import Config, Section
 from asyncmoe.errors import ConfigError, UnknownName
 
 ENVIRONMENT_PREFIX = "ASYNCMOE_"
 # Of the compiled parts: whether they are used, and how they are built.
-NOT_KEYS = frozenset({"ASYNCMOE_COMPILED", "ASYNCMOE_BUILD_JOBS"})
+NOT_KEYS = frozenset({native.SWITCH, "ASYNCMOE_BUILD_JOBS"})
+_STRICT = ConfigDict(strict=True)
 FILE_BYTES = 1 << 20  # no configuration is longer; a wrong path is not read into memory
 
 
@@ -218,10 +220,25 @@ def _file_settings(path: Path) -> Iterator[Setting]:
                 f"[{section}]"
             )
         for name, value in content.items() if isinstance(content, dict) else ((section, content),):
-            yield Setting(find_key(f"{section}.{name}", origin)[0], value, origin)
+            key = find_key(f"{section}.{name}", origin)[0]
+            _check_type(key, value, origin)
+            yield Setting(key, value, origin)
+
+
+def _check_type(key: Key, value: Any, origin: str) -> None:
+    """A file has types of its own: its `"2"` and its `true` are no number 2 and 1."""
+    kind: TypeAdapter[Any] = TypeAdapter(key.field.annotation or Any, config=_STRICT)
+    try:
+        kind.validate_python(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(_told(key, (), value, origin, first["msg"])) from None
 
 
 def _environment_settings(environ: Mapping[str, str]) -> Iterator[Setting]:
+    compiled = environ.get(native.SWITCH, "1")
+    if compiled not in ("0", "1"):
+        raise ConfigError(f"environment variable {native.SWITCH} is {compiled!r}; allowed: 0, 1")
     for variable, text in sorted(environ.items()):
         if variable.startswith(ENVIRONMENT_PREFIX) and variable not in NOT_KEYS:
             path = variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
@@ -257,7 +274,11 @@ def _explained(error: ErrorDetails, origins: Mapping[str, str]) -> str:
         return message
     section, name, *index = error["loc"]
     path = f"{section}.{name}"
+    return _told(keys()[path], index, error["input"], origins.get(path, "default"), message)
+
+
+def _told(key: Key, index: Sequence[int | str], value: Any, origin: str, message: str) -> str:
     shown = "".join(f"[{each}]" for each in index)
+    said = "(not shown)" if key.secret else repr(value)
     allowed = message.replace("Input should be", "should be", 1)
-    value = "(not shown)" if keys()[path].secret else repr(error["input"])
-    return f"config key {path}{shown} = {value} from {origins.get(path, 'default')}: {allowed}"
+    return f"config key {key.path}{shown} = {said} from {origin}: {allowed}"

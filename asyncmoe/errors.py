@@ -19,7 +19,7 @@ class UnknownName(ConfigError):
 
     def __init__(self, what: str, name: str, known: Iterable[str]) -> None:
         self.what, self.name, self.known = what, name, sorted(known)
-        near = difflib.get_close_matches(name, self.known, n=1, cutoff=0.4)
+        near = difflib.get_close_matches(name, self.known, n=1, cutoff=0.6)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         super().__init__(f"unknown {what} {name!r}.{hint} Known: {', '.join(self.known) or 'none'}")
 

@@ -69,7 +69,7 @@ async def connect_all(context: TransportContext, meeting: Meeting) -> None:
             raise first from None
         raise TimeoutError(
             f"rank {context.rank} has no connection to ranks {sorted(missing)} "
-            f"after {context.start_timeout_s:.3g} s"
+            f"in the {context.start_timeout_s:.3g} s that were left of cluster.start_timeout_s"
         ) from None
     finally:
         listener.close()

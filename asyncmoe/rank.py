@@ -24,6 +24,7 @@ from asyncmoe.deadline import Deadline
 from asyncmoe.errors import AsyncMoeError, PeerLost, ProtocolError
 from asyncmoe.home import Home
 from asyncmoe.kvcache import pool_blocks
+from asyncmoe.memory import fitting_memory, table_settings
 from asyncmoe.messages import (
     Abort,
     Admit,
@@ -174,7 +175,8 @@ class Rank:
         return writer
 
     def _load(self, checkpoint: Checkpoint, writer: RoutingWriter | None) -> Model:
-        with checkpoint.source as source:
+        context = f"model.context = {self.spec.context}"
+        with checkpoint.source as source, fitting_memory("the model", context):
             model = checkpoint.model_class.load(
                 checkpoint.config,
                 self.spec,
@@ -185,7 +187,9 @@ class Rank:
         return around(model, self.config.model, writer)
 
     def _build(self, blocks: int, deadline: Deadline) -> None:
-        parts = assemble(self, blocks, deadline)
+        settings = table_settings(self.config, self.spec, blocks)
+        with fitting_memory("the rank's tables and caches", settings):
+            parts = assemble(self, blocks, deadline)
         self.queues, self.transport, self.home = parts.queues, parts.transport, parts.home
         self._dispatcher, self._receptor = parts.dispatcher, parts.receptor
         self._intake = parts.receptor.intake(self._take_parcel, self._fail)

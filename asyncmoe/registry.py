@@ -67,6 +67,8 @@ def find(group: str, name: str) -> type[Any]:
     path, separator, class_name = name.rpartition(":")
     if separator and path.endswith(".py"):
         return _from_file(group, Path(path).expanduser().resolve(), class_name)
+    if name.endswith(".py"):
+        raise ConfigError(f"{name!r} of {group} names a file; allowed: {name}:CLASS")
     return _from_entry_point(group, name)
 
 

@@ -44,7 +44,9 @@ def marks_of(ranks: int = 2, **sections: Mapping[str, Any]) -> dict[str, str]:
         ({"transport": {"name": "other"}}, "transport.name"),
         ({"placement": {"experts_per_rank": [10, 6]}}, "placement (owner of each expert)"),
         ({"placement": {"roles": ["both", "expert"]}}, "placement.roles"),
-        ({"scheduler": {"name": "two_batch"}}, "the synchronous scheduler"),
+        ({"scheduler": {"name": "two_batch"}}, "scheduler.name"),
+        ({"scheduler": {"name": "mtfs"}}, "scheduler.name"),
+        ({"scheduler": {"parameters": {"patience": 9}}}, "scheduler.parameters.patience"),
         ({"model": {"load_format": "dummy"}}, "model.name's weights"),
         ({"model": {"dtype": "bfloat16"}}, "the model's dtype"),
         ({"model": {"context": 64}}, "the model's context"),
@@ -69,8 +71,8 @@ async def test_what_is_a_ranks_own_business_may_differ() -> None:
     mine = marks_of()
     theirs = marks_of(
         device={"threads": 3}, log={"level": "debug"}, server={"port": 1},
-        scheduler={"name": "mtfs"}, transport={"options": {"advertise_host": "here"}},
-        cluster={"bind_host": "127.0.0.2"},
+        transport={"options": {"advertise_host": "here"}}, cluster={"bind_host": "127.0.0.2"},
+        batch={"attention_max_rows": 64},
     )  # fmt: skip
     directory = MemoryDirectory()
 

@@ -204,6 +204,9 @@ def test_names_that_are_no_model(tmp_path: Path) -> None:
         find_directory("teeny")
     with pytest.raises(CheckpointError, match="there is no directory"):
         find_directory(str(tmp_path / "nowhere"))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="is a file; allowed: the directory"):
+        find_directory(str(tmp_path / "config.json"))
 
 
 def test_generation_config_gives_eos_ids_and_sampling_defaults(single: Path) -> None:
@@ -224,7 +227,13 @@ def test_an_eos_id_that_no_token_has_is_an_error(single: Path, file: str, eos: A
         open_checkpoint(ModelConfig(name=str(single)))
 
 
-@pytest.mark.parametrize("text", ['{"eos_token_id": "2"}', '{"temperature": true}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"eos_token_id": "2"}', '{"temperature": true}', '{"temperature": -1}',
+        '{"repetition_penalty": 0}', '{"top_k": 1.5}', '{"top_p": 2}',
+    ],
+)  # fmt: skip
 def test_a_generation_config_with_a_wrong_value_is_an_error(single: Path, text: str) -> None:
     (single / "generation_config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"generation_config\.json: \w+ is .*; allowed:"):

@@ -102,6 +102,11 @@ def test_wrong_value_names_key_value_origin_and_what_is_allowed() -> None:
         ("model.strict", "perhaps"),
         ("scheduler.parameters", "8"),
         ("placement.experts_per_rank", "[1,"),
+        ("engine.slots", "99999999999999"),
+        ("engine.max_requests", "100000000000"),
+        ("engine.prefill_chunk", "100000000000"),
+        ("transport.window_rows", "100000000000"),
+        ("transport.parcel_bytes", "100000000000000"),
     ],
 )
 def test_value_out_of_range_or_shape_is_refused(path: str, text: str) -> None:
@@ -125,6 +130,24 @@ def test_unknown_section_names_the_nearest() -> None:
 def test_file_of_the_wrong_form_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match="config"):
         configfile.load(toml(tmp_path, text), {})
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[cluster]\nranks = true", r"cluster\.ranks = True from file .*integer"),
+        ('[cluster]\nranks = "2"', r"cluster\.ranks = '2' from file .*integer"),
+        ("[placement]\nexperts_per_rank = [1, true]", r"placement\.experts_per_rank = "),
+        ("[cluster]\ntoken = 7", r"cluster\.token = \(not shown\)"),
+    ],
+)
+def test_a_value_of_another_type_in_a_file_is_refused(tmp_path: Path, text: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        configfile.load(toml(tmp_path, text), {})
+
+
+def test_whole_numbers_of_a_file_serve_where_numbers_are_wanted(tmp_path: Path) -> None:
+    assert configfile.load(toml(tmp_path, "[kv]\nmemory_gib = 2"), {}).kv.memory_gib == 2.0
 
 
 def test_file_that_is_not_there_is_named() -> None:
@@ -174,3 +197,5 @@ def test_explanation_has_the_parameters_of_each_scheduler() -> None:
 def test_the_switches_of_the_compiled_parts_are_no_keys() -> None:
     environ = {"ASYNCMOE_COMPILED": "0", "ASYNCMOE_BUILD_JOBS": "2"}
     assert configfile.load(environ=environ) == configfile.load(environ={})
+    with pytest.raises(ConfigError, match="ASYNCMOE_COMPILED is 'maybe'; allowed: 0, 1"):
+        configfile.load(environ={"ASYNCMOE_COMPILED": "maybe"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -243,6 +244,41 @@ async def test_closing_aborts_and_the_reader_is_told(engine: AsyncEngine) -> Non
     last = [item async for item in generation][-1]
     assert last.finish_reason == "abort"
     await at_rest(engine)
+
+
+async def test_a_closed_engine_says_so(engine: AsyncEngine) -> None:
+    await engine.close()
+    with pytest.raises(Unavailable, match="the engine is closed"):
+        await engine.stats()
+    with pytest.raises(Unavailable, match="the engine is closed"):
+        await engine.generate(PROMPT).complete()
+
+
+async def test_another_event_loop_is_refused(engine: AsyncEngine) -> None:
+    async def elsewhere() -> None:
+        await engine.generate(PROMPT, params(2)).complete()
+
+    with pytest.raises(RuntimeError, match="only on the event loop it started on"):
+        await asyncio.to_thread(asyncio.run, elsewhere())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "told"),
+    [
+        (None, "the prompt is None"),
+        ([1.5], r"the prompt is \[1\.5\]"),
+        (b"a", "the prompt is b'a'"),
+    ],
+)
+async def test_what_is_no_prompt_is_refused(engine: AsyncEngine, prompt: Any, told: str) -> None:
+    with pytest.raises(RequestError, match=f"{told}; allowed: text, token ids or chat"):
+        await engine.generate(prompt, params(2)).complete()
+
+
+async def test_params_of_another_kind_are_refused(engine: AsyncEngine) -> None:
+    wrong: Any = {"temperature": 0}
+    with pytest.raises(RequestError, match=r"params are \{'temperature': 0\}; allowed: Sampl"):
+        await engine.generate(PROMPT, wrong).complete()
 
 
 async def test_a_stop_string_ends_the_request_and_is_cut_off(engine: AsyncEngine) -> None:

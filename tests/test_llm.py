@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,6 +67,12 @@ def test_a_refused_prompt_raises_and_stops_the_others(llm: LLM) -> None:
     with pytest.raises(RequestError, match="999 is not in the vocabulary"):
         llm.generate([[1], [2], [999]], long, progress=False)
     assert len(llm.generate([[1]], GREEDY, progress=False)[0].token_ids) == 5
+
+
+def test_params_of_another_kind_are_refused(llm: LLM) -> None:
+    wrong: Any = {"temperature": 0}
+    with pytest.raises(RequestError, match=r"params are \{'temperature': 0\}; allowed: Sampl"):
+        llm.generate(["a"], wrong, progress=False)
 
 
 def test_the_progress_bar_shows_a_rate_on_standard_error(

@@ -15,7 +15,7 @@ from asyncmoe.checkpoint import Checkpoint, WeightSource
 from asyncmoe.config import Config
 from asyncmoe.deadline import Deadline
 from asyncmoe.directory import MemoryDirectory
-from asyncmoe.errors import CheckpointError
+from asyncmoe.errors import CheckpointError, ConfigError
 from asyncmoe.model import LoadPlan, ModelSpec
 from asyncmoe.rank import Rank
 from asyncmoe.world import World
@@ -48,10 +48,12 @@ def slow(load_s: float) -> Checkpoint:
     return replace(toymodel.checkpoint(), model_class=Slow, config=config)
 
 
-def rank_of(checkpoint: Checkpoint, start_timeout_s: float, ranks: int = 1) -> Rank:
+def rank_of(
+    checkpoint: Checkpoint, start_timeout_s: float, ranks: int = 1, **sections: Any
+) -> Rank:
     """Rank 0, whose peers never come."""
     cluster = {"ranks": ranks, "token": "t", "start_timeout_s": start_timeout_s}
-    config = Config.model_validate({"cluster": cluster})
+    config = Config.model_validate({"cluster": cluster, **sections})
     return Rank(config, World(0, ranks, 0, ranks), MemoryDirectory(), checkpoint)
 
 
@@ -81,6 +83,13 @@ async def test_a_rank_that_is_closed_while_it_loads_ends_at_once() -> None:
     with pytest.raises(CheckpointError, match="given up"):
         await starting
     assert time.monotonic() - begin_s < 1.0
+
+
+async def test_tables_that_no_memory_holds_are_refused_by_name() -> None:
+    rank = rank_of(slow(load_s=0), 60, kv={"blocks": 1 << 50})
+
+    with pytest.raises(ConfigError, match=r"no memory for the rank's tables .*kv\.blocks = 11258"):
+        await rank.start()
 
 
 async def test_loading_counts_as_start_up_time() -> None:

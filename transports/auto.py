@@ -101,7 +101,7 @@ class AutoTransport(Transport):
                 raise first from None
             raise TimeoutError(
                 f"rank {self.context.rank} has no connection to ranks {sorted(missing)} "
-                f"after {deadline.timeout_s:.3g} s"
+                f"in the {deadline.timeout_s:.3g} s that were left of cluster.start_timeout_s"
             ) from None
 
     async def _start_network(
@@ -168,8 +168,8 @@ class AutoTransport(Transport):
             place = await context.directory.lookup(f"auto/{peer}", deadline.left_s)
         except TimeoutError:
             raise TimeoutError(
-                f"no connection to ranks [{peer}] after {context.start_timeout_s:g} s: nothing was "
-                "heard of it"
+                f"no connection to ranks [{peer}]: nothing was heard of it in the "
+                f"{context.start_timeout_s:.3g} s that were left of cluster.start_timeout_s"
             ) from None
         if place != self._place():
             return

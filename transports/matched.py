@@ -223,8 +223,8 @@ class MatchedTransport(LinkedTransport):
         except TimeoutError:
             missing = sorted(rank for rank, (peer, _) in self._met.items() if not peer.connected)
             raise TimeoutError(
-                f"rank {self.context.rank} has no {self.name} connection to ranks {missing} after "
-                f"{deadline.timeout_s:.3g} s"
+                f"rank {self.context.rank} has no {self.name} connection to ranks {missing} in the "
+                f"{deadline.timeout_s:.3g} s that were left of cluster.start_timeout_s"
             ) from None
 
     async def close(self) -> None:

@@ -148,11 +148,11 @@ def _parser(name: str | None) -> tuple[argparse.ArgumentParser, argparse.Argumen
 
 
 def _near(parser: argparse.ArgumentParser, wrong: str) -> list[str]:
-    """The flags worth listing: those of the same section, or all that are in none."""
+    """The flags worth listing: those of the same section, or all of sections, or of none."""
     flags = [flag for flag in parser._option_string_actions if flag.startswith("--")]
     section, dot, _ = wrong.partition(".")
     same = [flag for flag in flags if dot and flag.startswith(f"{section}.")]
-    return same or [flag for flag in flags if "." not in flag]
+    return same or [flag for flag in flags if ("." in flag) == bool(dot)]
 
 
 if __name__ == "__main__":

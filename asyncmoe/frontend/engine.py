@@ -140,12 +140,13 @@ class AsyncEngine:
         `chat_options` are switches of the template (`Tokenizer.render_chat`).
 
         Returns an async iterator of `RequestOutput`; see `Generation` for when it aborts. Its
-        first read raises `RequestError` if the request is refused.
+        first read raises `RequestError` if the request is refused, and `RuntimeError` on another
+        event loop than the engine's.
         """
         return Generation(
             self,
             prompt,
-            params or SamplingParams(),
+            SamplingParams() if params is None else params,
             request_id or f"request-{next(self._unnamed)}",
             chat_options or {},
         )
@@ -174,6 +175,8 @@ class AsyncEngine:
 
         `dummy_kv`: see `Admit`.
         """
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params are {params!r:.80}; allowed: SamplingParams", "params")
         arrival_s = time.monotonic()
         (ids,) = await self.tokenize([prompt], chat_options)
         if params.stop and self.tokenizer is None:
@@ -216,10 +219,15 @@ class AsyncEngine:
                 f"the request makes too long a message (transport.message_bytes): {error}"
             ) from error
 
-    def _check_able(self) -> None:
-        """Raise `Unavailable` if no request can run."""
+    def _check_open(self) -> None:
+        if asyncio.get_running_loop() is not self.loop:
+            raise RuntimeError("an AsyncEngine can be used only on the event loop it started on")
         if self._closed is not None:
             raise Unavailable("the engine is closed")
+
+    def _check_able(self) -> None:
+        """Raise `Unavailable` if no request can run."""
+        self._check_open()
         for rank, reason in self.lost.items():
             if rank == 0 or self.rank.placement.roles[rank] is not Role.ATTENTION:
                 raise Unavailable(f"no request can run: {reason}")
@@ -349,7 +357,11 @@ class AsyncEngine:
         return (limits.max_requests + waiting) * max(1, len(self._admission.account()))
 
     async def stats(self, timeout_s: float = 5.0) -> dict[int, dict[str, Any]]:
-        """The counters of every rank by rank; a rank that is lost or silent is left out."""
+        """The counters of every rank by rank; a rank that is lost or silent is left out.
+
+        Raises `Unavailable` once the engine is closed.
+        """
+        self._check_open()
         waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         for rank in range(self.rank.placement.world):
             if rank in self.lost:

@@ -118,10 +118,8 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         progress: bool,
     ) -> list[RequestOutput]:
-        if params is None or isinstance(params, SamplingParams):
-            each = [params or SamplingParams()] * len(prompts)
-        else:
-            each = list(params)
+        given: Any = SamplingParams() if params is None else params
+        each = list(given) if isinstance(given, Sequence) else [given] * len(prompts)
         for one in each:
             if not isinstance(one, SamplingParams):
                 raise RequestError(f"params are {one!r:.80}; allowed: SamplingParams", "params")

@@ -44,6 +44,9 @@ class Body(BaseModel):
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "use_beam_search": (None, False),
         "response_format": (None, {"type": "text"}),
+        "echo": (None, False),
+        "prompt_logprobs": (None,),
+        "skip_special_tokens": (None, True),
     }
 
     model: str | None = None
@@ -98,10 +101,8 @@ class CompletionBody(Body):
 
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
         **Body.UNSUPPORTED,
-        "echo": (None, False),
         "suffix": (None, ""),
         "best_of": (None, 1),
-        "prompt_logprobs": (None,),
     }
 
     prompt: Any
@@ -138,6 +139,9 @@ class ChatBody(Body):
         "tools": (None, []),
         "functions": (None, []),
         "audio": (None,),
+        "add_generation_prompt": (None, True),
+        "continue_final_message": (None, False),
+        "chat_template": (None,),
     }
 
     messages: list[dict[str, Any]] = Field(min_length=1)

@@ -27,6 +27,8 @@ async def encode_prompts(
 
     Raises `RequestError`, also for a text or a chat without a tokenizer.
     """
+    for prompt in prompts:
+        _check_form(prompt)
 
     def encode() -> list[Sequence[int]]:
         return [_encode(tokenizer, prompt, room_tokens, chat_options) for prompt in prompts]
@@ -71,6 +73,17 @@ def _checked(prompt: Any) -> Prompt:
     if _is_list(prompt) and all(type(token) is int for token in prompt):
         return cast("Sequence[int]", prompt)
     raise RequestError(f"a prompt is {prompt!r:.80}; allowed: text or token ids", "prompts")
+
+
+def _check_form(prompt: Any) -> None:
+    """Raise `RequestError` for what cannot be a prompt by its looks."""
+    known = isinstance(prompt, str) or (
+        _is_list(prompt) and (not prompt or isinstance(prompt[0], int | Mapping))
+    )
+    if not known:
+        raise RequestError(
+            f"the prompt is {prompt!r:.80}; allowed: text, token ids or chat messages", "prompt"
+        )
 
 
 def _chars(prompt: Prompt) -> int:

@@ -53,10 +53,10 @@ def read_rope(config: ConfigReader, head_dim: int, theta: float, partial: bool) 
     rope = config.section(
         "rope_scaling" if config.config.get("rope_scaling") else "rope_parameters"
     )
-    for key in rope.config:
+    kind = rope.choice("rope_type" if rope.has("rope_type") else "type", KINDS, "default")
+    for key in rope.config:  # behind the kind: others have keys of their own
         if key not in _KEYS:
             raise UnknownName(f"key of {rope.where}", key, _KEYS)
-    kind = rope.choice("rope_type" if rope.has("rope_type") else "type", KINDS, "default")
     most = config.integer("max_position_embeddings")
     holder = rope if rope.has("partial_rotary_factor") else config
     share = holder.number("partial_rotary_factor", 1.0)
