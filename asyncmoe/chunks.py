@@ -21,15 +21,15 @@ class ChunkTable:
     in, waits for, or enters next."""
 
     def __init__(self, capacity: int) -> None:
-        self.request = np.full(capacity, NONE, np.int64)  # request row
-        self.rows = np.zeros(capacity, np.int64)
-        self.missing = np.zeros(capacity, np.int64)  # rows without all their parts
-        self.stage = np.zeros(capacity, np.int64)
-        self.first_slot = np.zeros(capacity, np.int64)
+        self.request = np.full(capacity, NONE, np.int32)  # request row
+        self.rows = np.zeros(capacity, np.int32)
+        self.missing = np.zeros(capacity, np.int32)  # rows without all their parts
+        self.stage = np.zeros(capacity, np.int32)
+        self.first_slot = np.zeros(capacity, np.int32)
         self.samples = np.zeros(capacity, np.bool_)  # its last row gets a token at H
         self.slots: list[NDArray[np.int64]] = [np.empty(0, np.int64)] * capacity
-        self.earlier = np.full(capacity, NONE, np.int64)  # chunk of the same request
-        self._later = np.full(capacity, NONE, np.int64)
+        self.earlier = np.full(capacity, NONE, np.int32)  # chunk of the same request
+        self.later = np.full(capacity, NONE, np.int32)
         self.parked = np.zeros(capacity, np.bool_)  # complete, but the earlier chunk is not past
         self._scratch = np.empty(capacity, np.int64)
         self._free = list(range(capacity - 1, -1, -1))
@@ -38,6 +38,10 @@ class ChunkTable:
     def in_use(self) -> int:
         """Chunks in the layers."""
         return len(self.rows) - len(self._free)
+
+    def requests_of(self, chunks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[chunks] request row of each."""
+        return self.request[chunks].astype(np.int64)
 
     def open(
         self, request: int, slots: NDArray[np.int64], earlier: int, samples: bool, stage: int = 0
@@ -52,19 +56,18 @@ class ChunkTable:
         self.samples[chunk] = samples
         self.slots[chunk] = slots
         self.earlier[chunk] = earlier
-        self._later[chunk] = NONE
+        self.later[chunk] = NONE
         self.parked[chunk] = False
         if earlier != NONE:
-            self._later[earlier] = chunk
+            self.later[earlier] = chunk
         return chunk
 
     def close(self, chunks: NDArray[np.int64]) -> NDArray[np.int64]:
         """Forget chunks; return the later chunks that may now enter their stage."""
-        later = self._later[chunks]
-        later = later[later != NONE]
+        later = self._behind(chunks)
         self.earlier[later] = NONE
         earlier = self.earlier[chunks]
-        self._later[earlier[earlier != NONE]] = NONE
+        self.later[earlier[earlier != NONE]] = NONE
         self.request[chunks] = NONE
         for chunk in chunks.tolist():
             self.slots[chunk] = self.slots[chunk][:0]
@@ -79,11 +82,6 @@ class ChunkTable:
 
     def complete(self, chunk_of_row: NDArray[np.int64]) -> NDArray[np.int64]:
         """One row of each given chunk has all its parts; return the chunks that may go on."""
-        if native.columns is not None:
-            ready: NDArray[np.int64] = native.columns.complete(
-                chunk_of_row, self.missing, self.earlier, self.stage, self.parked
-            )
-            return ready
         np.subtract.at(self.missing, chunk_of_row, 1)
         complete = chunk_of_row[self.missing[chunk_of_row] == 0]
         return self.may_enter(distinct(complete, self._scratch))
@@ -100,7 +98,7 @@ class ChunkTable:
 
     def alone(self, chunks: NDArray[np.int64]) -> bool:
         """Whether no request of `chunks` has another chunk in the layers."""
-        return bool(((self.earlier[chunks] == NONE) & (self._later[chunks] == NONE)).all())
+        return bool(((self.earlier[chunks] == NONE) & (self.later[chunks] == NONE)).all())
 
     def leave(
         self, chunks: NDArray[np.int64], stage: int, missing: NDArray[np.int64]
@@ -109,14 +107,13 @@ class ChunkTable:
 
         Returns the later chunks that may now enter the stage that was left.
         """
-        if native.columns is not None and not native.columns.leave(
-            chunks, stage, missing, self.stage, self.missing, self._later
-        ):
-            return chunks[:0]
         self.stage[chunks] = stage
         self.missing[chunks] = missing
-        later = self._later[chunks]
-        return self._unpark(later[later != NONE])
+        return self.woken(chunks)
+
+    def woken(self, chunks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """`chunks` have left their stage: the later chunks that may now enter it."""
+        return self._unpark(self._behind(chunks))
 
     def by_stage(
         self, chunks: NDArray[np.int64]
@@ -130,10 +127,16 @@ class ChunkTable:
         while len(chunks):  # mostly once: chunks that become ready together are of one stage
             here = stages == stages[0]
             ready = chunks[here]
-            rows = self.rows[ready]
+            rows = self.rows[ready].astype(np.int64)
             groups.append((int(stages[0]), ready, rows, int(rows.sum())))
             chunks, stages = chunks[~here], stages[~here]
         return groups
+
+    def _behind(self, chunks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The later chunks of the same requests."""
+        later = self.later[chunks].astype(np.int64)
+        behind: NDArray[np.int64] = later[later != NONE]
+        return behind
 
     def _unpark(self, chunks: NDArray[np.int64]) -> NDArray[np.int64]:
         waiting: NDArray[np.int64] = chunks[self.parked[chunks]]

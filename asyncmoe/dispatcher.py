@@ -39,6 +39,7 @@ class Dispatcher:
         to_all: bool = False,
     ) -> None:
         """`to_all`: each row goes to every rank with experts of its layer."""
+        self.rank = rank
         self.router = Router(chain, placement.owner, placement.world, per_expert, to_all)
         if limits.parcel_bytes < row_bytes:
             raise ConfigError(

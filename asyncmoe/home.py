@@ -23,10 +23,11 @@ from asyncmoe.kvcache import BlockPool
 from asyncmoe.messages import Admit, Ended, Message, TokensOut
 from asyncmoe.microqueue import Queues, are_plain
 from asyncmoe.request import Request, checked_request
+from asyncmoe.rows import Rows
 from asyncmoe.sampler import BAD_LOGITS, Sampled
 from asyncmoe.samplingtable import GO_ON, STOP, SamplingTable
 from asyncmoe.stage import StageChain
-from asyncmoe.steps import AttentionResult, AttentionStep, HeadStep, Rows
+from asyncmoe.steps import AttentionResult, AttentionStep, HeadStep
 from asyncmoe.tokentable import TokenTable
 from asyncmoe.tracks import Tracks
 from asyncmoe.transport import Parcel
@@ -93,11 +94,14 @@ class Home:
         self._config, self._context, self._vocab = config, context, vocab
         self._chain, self._queues, self._prune = chain, queues, prune
         self._host = host
+        self.books: Any = None  # the tables, for what is compiled
         self.homecoming: Any = None  # `take_in`, compiled
-        if native.columns is not None and not are_plain(queues):
-            self.homecoming = native.columns.Homecoming(
-                table, self.chunks, queues, host.now_s, self.see_to_arrivals
-            )
+        if native.columns is not None:
+            self.books = native.columns.Books(table, self.chunks)
+            if not are_plain(queues):
+                self.homecoming = native.columns.Homecoming(
+                    table, self.books, queues, host.now_s, self.see_to_arrivals
+                )
         self._seen_arrival: object = None  # the oldest that was not copied when a stage last ended
         self._asked = False  # whether `_settle_if_idle` is to come
         self._put_off = False  # it came while a batch computed
@@ -106,7 +110,8 @@ class Home:
         self._by_id: dict[int, Request] = {}
         self._by_row: list[Request | None] = [None] * config.max_requests
         self._free_rows = list(range(config.max_requests - 1, -1, -1))
-        self._decode_slot = np.full(config.max_requests, NONE, np.int64)
+        # One for each row, in its order, for good: a decode batch touches few lines of the tables.
+        self._decode_slot = table.allocate(config.max_requests)[::-1].copy()
         self._decode_chunk = np.full(config.max_requests, NONE, np.int64)
         self._length = np.zeros(config.max_requests, np.int64)  # tokens known: prompt and answer
         self.id_of_row = torch.zeros(config.max_requests, dtype=torch.int64)
@@ -121,12 +126,17 @@ class Home:
         """Requests that wait for admission."""
         return len(self._waiting)
 
+    @property
+    def free_slots(self) -> int:
+        """Token slots that no request has."""
+        return self.table.free_slots + len(self._free_rows)
+
     def stats(self) -> dict[str, int]:
         """Gauges by name."""
         return {
             "running_requests": self.running,
             "waiting_requests": self.waiting,
-            "free_slots": self.table.free_slots,
+            "free_slots": self.free_slots,
             "slots": self.table.slots,
             "free_kv_blocks": self.pool.free_blocks,
             "kv_blocks": self.pool.blocks,
@@ -139,7 +149,7 @@ class Home:
         return [
             self.running,
             self.waiting,
-            self.table.slots - self.table.free_slots,
+            self.table.slots - self.free_slots,
             self.pool.blocks - self.pool.free_blocks,
         ]
 
@@ -180,7 +190,7 @@ class Home:
             rows = min(self._config.prefill_chunk, len(request.prompt) - request.injected)
             if len(request.chunks) >= _MOST_CHUNKS:
                 full += 1
-            elif rows > self._prefill_slots:
+            elif rows > self.table.free_slots:
                 return  # it keeps its turn
             else:
                 full = 0
@@ -188,11 +198,6 @@ class Home:
             self._prefilling.popleft()
             if request.injected < len(request.prompt):
                 self._prefilling.append(request)
-
-    @property
-    def _prefill_slots(self) -> int:
-        """Free slots that no request to come needs as its decode slot."""
-        return self.table.free_slots - len(self._free_rows)
 
     def _fits(self, request: Request) -> bool:
         return bool(self._free_rows) and request.blocks <= self.pool.free_blocks
@@ -202,7 +207,6 @@ class Home:
         self._by_row[row] = request
         self.id_of_row[row] = request.request_id
         self.pool.reserve(row, request.blocks)
-        self._decode_slot[row] = self.table.allocate(1)[0]
         self._decode_chunk[row] = NONE
         self._length[row] = len(request.prompt)
         self.sampling.set(row, request.params, request.prompt, len(request.prompt) + request.limit)
@@ -238,18 +242,18 @@ class Home:
         Returns slots and results of the rows that go to experts: those that were not cancelled
         meanwhile and, behind the last layer, those that something still needs.
         """
-        rows = step.rows
-        slots, chunks, counts = rows.slots, rows.chunks, rows.counts
-        pruned = step.layer == self._chain.layers - 1 and self.prunes(rows)
-        if pruned or not rows.all_alive(self.table):
-            needed = np.repeat(rows.alive(self.table), counts)
+        rows, columns = step.rows, step.rows.columns
+        slots, chunks, counts = columns.slots, rows.chunks, columns.counts
+        pruned, alive = self.prunes_behind(step), rows.alive(self.table)
+        if pruned or not alive.all():
+            needed = np.repeat(alive, counts)
             if pruned:
                 needed &= self._end_prefill(rows)
             keep = np.flatnonzero(needed)
             slots = slots[keep]
             hidden = result.hidden.index_select(0, torch.from_numpy(keep))
             result = AttentionResult(hidden, result.experts[keep], result.weights[keep])
-            counts = np.add.reduceat(needed.astype(np.int64), rows.ends - rows.counts)
+            counts = np.add.reduceat(needed.astype(np.int64), columns.query_start[:-1])
             chunks, counts = chunks[counts > 0], counts[counts > 0]
         later = self.chunks.leave(chunks, step.stage + 2, counts)
         if len(later):
@@ -258,28 +262,38 @@ class Home:
 
     def prunes(self, rows: Rows) -> bool:
         """Whether some of these rows are not needed behind the last attention stage."""
-        return self._prune and len(rows.slots) > rows.singles
+        return self._prune and rows.count > rows.gathered.singles
+
+    def prunes_behind(self, step: AttentionStep) -> bool:
+        """Whether some rows of this batch go no further."""
+        return step.layer == self._chain.layers - 1 and self.prunes(step.rows)
+
+    def wake(self, chunks: NDArray[np.int64]) -> None:
+        """`chunks` have left their stage: chunks behind them may now enter it."""
+        self._enqueue(self.chunks.woken(chunks))
 
     def leave_passage(self, rows: Rows, stage: int) -> None:
         """The rows of a passage wait for attention stage `stage` now, with no parts to come."""
         alive = rows.alive(self.table)
         chunks = rows.chunks[alive]
-        self.table.part_count[rows.slots[np.repeat(alive, rows.counts)]] = 0
+        columns = rows.columns
+        self.table.part_count[columns.slots[np.repeat(alive, columns.counts)]] = 0
         later = self.chunks.leave(chunks, stage, np.zeros(len(chunks), np.int64))
         self._enqueue(chunks)
         self._enqueue(later)
 
     def _end_prefill(self, rows: Rows) -> NDArray[np.bool_]:
         """Behind the last attention stage only the row that samples goes on; free the others."""
-        needed = np.ones(len(rows.slots), np.bool_)
+        needed, columns = np.ones(rows.count, np.bool_), rows.columns
+        slots, counts = columns.slots, columns.counts
         alive = rows.alive(self.table)
-        for segment in np.flatnonzero(alive & (rows.counts > 1)).tolist():
+        for segment in np.flatnonzero(alive & (counts > 1)).tolist():
             chunk, end = int(rows.chunks[segment]), int(rows.ends[segment])
-            first = end - int(rows.counts[segment])
+            first = end - int(counts[segment])
             if self.chunks.samples[chunk]:
                 needed[first : end - 1] = False
-                self.table.release(rows.slots[first : end - 1])
-                self.chunks.narrow(chunk, rows.slots[end - 1 : end])
+                self.table.release(slots[first : end - 1])
+                self.chunks.narrow(chunk, slots[end - 1 : end])
             else:
                 needed[first:end] = False
                 self._close_chunk(chunk)
@@ -300,7 +314,7 @@ class Home:
             return
         done = self.table.arrive(parcel, release)
         if len(done):
-            self._enqueue(self.chunks.complete(self.table.chunk[done]))
+            self._enqueue(self.chunks.complete(self.table.chunk[done].astype(np.int64)))
         if release is not None:
             self.see_to_arrivals()
 
@@ -360,7 +374,7 @@ class Home:
             self.end(request.request_id, "failed", BAD_LOGITS)
         keep = np.flatnonzero(alive & ~sampled.bad)
         chunks, tokens = chunks[keep], sampled.tokens[keep]
-        rows = self.chunks.request[chunks]
+        rows = self.chunks.requests_of(chunks)
         self.sampling.append(rows, tokens)
         finish = self.sampling.finished(rows, tokens)
         for chunk in chunks[self._decode_chunk[rows] == NONE].tolist():
@@ -440,8 +454,6 @@ class Home:
         chunks = list(request.chunks)
         for chunk in chunks:
             self.table.release(self.chunks.slots[chunk])
-        # Its rows die now, but the slot goes back with the request's row (`_free_memory`): the next
-        # request on that row must find a slot, so no chunk may take it in between.
         self.table.renew(self._decode_slot[[row]])
         if self._decode_chunk[row] != NONE:
             chunks.append(int(self._decode_chunk[row]))
@@ -459,9 +471,8 @@ class Home:
         self._settle()
         self.pool.release(row, request.blocks)
         self.sampling.clear(row)
-        self.table.release(self._decode_slot[[row]])
         self._by_row[row] = None
-        self._decode_slot[row] = self._decode_chunk[row] = NONE
+        self._decode_chunk[row] = NONE
         self._free_rows.append(row)
         self.pump()
 

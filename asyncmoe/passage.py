@@ -75,6 +75,6 @@ class Passage:
         return Passed(None, sampled, stages)
 
     def _leave(self, layer: int, x: Tensor, stages: list[tuple[int, float]]) -> Passed:
-        slots = torch.from_numpy(self.first.rows.slots)
+        slots = torch.from_numpy(self.first.rows.columns.slots)
         self.first.table.residual.index_copy_(0, slots, x)
         return Passed(2 * layer, None, stages)

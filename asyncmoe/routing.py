@@ -32,7 +32,7 @@ def route(
     owner: NDArray[np.uint16],
     world: int,
     per_expert: bool,
-) -> tuple[NDArray[np.int64], list[Route]]:
+) -> tuple[NDArray[np.uint8], list[Route]]:
     """Group (row, expert) pairs by the rank that owns the expert, and number the parts.
 
     Args:
@@ -50,7 +50,7 @@ def route(
     pairs_of_rank = np.bincount(rank_of_pair, minlength=world)
     by_rank = rank_of_pair.argsort(kind="stable")
     ends = pairs_of_rank.cumsum()
-    parts = np.zeros(rows, np.int64)  # of each row, at the ranks before the present one
+    parts = np.zeros(rows, np.uint8)  # of each row, at the ranks before the present one
     routes = []
     for rank in pairs_of_rank.nonzero()[0].tolist():
         pairs = by_rank[ends[rank] - pairs_of_rank[rank] : ends[rank]]
@@ -69,12 +69,12 @@ def route(
                 part.astype(np.uint8),
             )
         )
-    return np.full(rows, top_k, np.int64) if per_expert else parts, routes
+    return np.full(rows, top_k, np.uint8) if per_expert else parts, routes
 
 
 def route_to_all(
     experts: NDArray[np.int64], weights: NDArray[np.float32], owner: NDArray[np.uint16]
-) -> tuple[NDArray[np.int64], list[Route]]:
+) -> tuple[NDArray[np.uint8], list[Route]]:
     """As `route`, but every row visits every rank with experts of the layer, in rank order.
 
     At a rank that it did not choose it has one pair of weight 0, with the rank's first expert: its
@@ -99,14 +99,14 @@ def route_to_all(
                 np.full(int(fanout.sum()), part, np.uint8),
             )
         )
-    return np.full(rows, len(ranks), np.int64), routes
+    return np.full(rows, len(ranks), np.uint8), routes
 
 
 @dataclass(frozen=True, slots=True)
 class Routed:
     """Where the rows of an attention batch go."""
 
-    parts: NDArray[np.int64]  # [rows] parts of each that will come back
+    parts: NDArray[np.uint8]  # [rows] parts of each that will come back
     parcels: list[tuple[int, PackedParcel]]  # to which rank, ascending
 
 

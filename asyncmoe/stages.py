@@ -10,25 +10,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncmoe import native
 from asyncmoe.dispatcher import Dispatcher
 from asyncmoe.errors import AsyncMoeError
 from asyncmoe.executor import Step
 from asyncmoe.home import Home
-from asyncmoe.microqueue import Queues
+from asyncmoe.microqueue import Queues, are_plain
 from asyncmoe.model import Cache, Model
 from asyncmoe.passage import Passage, Passed
 from asyncmoe.receptor import Receptor
+from asyncmoe.rows import Rows, gather_rows
 from asyncmoe.stage import Kind, StageChain
-from asyncmoe.steps import (
-    AttentionResult,
-    AttentionStep,
-    ExpertStep,
-    HeadStep,
-    Rows,
-    gather_rows,
-)
+from asyncmoe.steps import AttentionResult, AttentionStep, ExpertStep, HeadStep
 
 log = logging.getLogger(__name__)
+_NO_TOKENS = np.empty(0, np.int64)
 
 
 class RankStages:
@@ -60,6 +56,12 @@ class RankStages:
         self._per_expert, self._cache = per_expert, cache
         self._home = cast(Home, home)  # None where no rows of stages that need it are
         self._dispatcher, self._receptor, self._fatal = dispatcher, receptor, fatal
+        self._departure: Any = None  # of an attention batch that goes on as a whole, compiled
+        if home is not None and home.books is not None and not are_plain(queues):
+            self._departure = native.columns.Departure(
+                home.books, dispatcher.outboxes, queues, dispatcher.rank,
+                receptor.held_rows, receptor.now_s, home.wake,
+            )  # fmt: skip
         self._local_tensors = [torch.from_numpy(of_layer) for of_layer in local]
         plain = not per_expert and chain.tracks == 1
         self._passable = [plain and bool((of_layer >= 0).all()) for of_layer in local]
@@ -82,7 +84,7 @@ class RankStages:
         home, model, cache = self._home, self._model, self._cache
         rows = gather_rows(home, self._queues.take_chunks(stage, max_rows))
         if kind is Kind.ATTENTION:
-            tokens = home.table.token[rows.slots] if layer == 0 else rows.slots[:0]
+            tokens = rows.gathered.at_slots(home.table.token) if layer == 0 else _NO_TOKENS
             router = self._dispatcher.router
             return AttentionStep(stage, layer, rows, tokens, model, home.table, cache, router)
         return self._head_step(stage, rows)
@@ -90,8 +92,8 @@ class RankStages:
     def _head_step(self, stage: int, rows: Rows) -> HeadStep:
         home = self._home
         sampled = home.chunks.samples[rows.chunks].nonzero()[0]
-        sampling = home.sampling.batch(home.chunks.request[rows.chunks[sampled]])
-        tokens = home.table.token[rows.slots]
+        sampling = home.sampling.batch(home.chunks.requests_of(rows.chunks[sampled]))
+        tokens = rows.gathered.at_slots(home.table.token) if stage == 0 else _NO_TOKENS
         return HeadStep(
             stage, rows, tokens, sampled, sampling, self._model, home.table, self._cache
         )
@@ -129,7 +131,16 @@ class RankStages:
             self._home.let_go()
 
     def _leave_attention(self, step: AttentionStep, result: AttentionResult) -> None:
-        home = self._home
+        home, rows, routed = self._home, step.rows, result.routed
+        if (
+            self._departure is not None
+            and routed is not None
+            and not home.prunes_behind(step)
+            and self._departure.leave(
+                rows.gathered, rows.chunks, step.stage + 1, routed.parts, routed.parcels
+            )
+        ):
+            return
         slots, result = home.leave_attention(step, result)
         if len(slots):
             local = self._dispatcher.dispatch(step.stage + 1, home.table, slots, result)

@@ -41,12 +41,12 @@ class TokenTable:
         self.slots, self.max_parts = slots, max_parts
         self.has_columns = hidden > 0  # a model that only stands for another has rows of none
         self.epoch = np.zeros(slots, np.uint32)
-        self.stage = np.full(slots, -1, np.int64)  # expert stage whose parts are to come
+        self.stage = np.full(slots, -1, np.int32)  # expert stage whose parts are to come
         self.open = np.zeros(slots, np.uint64)  # parts to come, as bits
-        self.part_count = np.zeros(slots, np.int64)
-        self.chunk = np.full(slots, -1, np.int64)
+        self.part_count = np.zeros(slots, np.uint8)
+        self.chunk = np.full(slots, -1, np.int32)
         self.token = np.zeros(slots, np.int64)
-        self.position = np.zeros(slots, np.int64)
+        self.position = np.zeros(slots, np.int32)
         self.residual = torch.zeros(slots, hidden, dtype=dtype, device=device)
         self.parts = torch.zeros(slots * max_parts, hidden, dtype=dtype, device=device)
         self.dropped_rows = 0  # combine rows that were stale, repeated or out of range
@@ -85,11 +85,8 @@ class TokenTable:
         """Slots with parts of expert stage `stage` to come."""
         return int(np.count_nonzero(self.open[self.stage == stage]))
 
-    def expect(self, slots: NDArray[np.int64], stage: int, parts: NDArray[np.int64]) -> None:
+    def expect(self, slots: NDArray[np.int64], stage: int, parts: NDArray[np.uint8]) -> None:
         """The rows of `slots` were dispatched to `stage` and `parts[i]` parts will come back."""
-        if native.columns is not None:
-            native.columns.expect(slots, stage, parts, self.stage, self.part_count, self.open)
-            return
         self.stage[slots] = stage
         self.part_count[slots] = parts
         self.open[slots] = _ALL[parts]
@@ -198,7 +195,7 @@ class TokenTable:
         while self.copied:
             self.copied.popleft()()
 
-    def merge(self, slots: torch.Tensor, part_count: NDArray[np.int64]) -> torch.Tensor:
+    def merge(self, slots: torch.Tensor, part_count: NDArray[np.uint8]) -> torch.Tensor:
         """Residual plus parts, summed in part order in float32: [rows, hidden], model dtype.
 
         Runs on the compute thread. `part_count` is the table's column at `slots`, copied when the

@@ -32,7 +32,7 @@ class Tracks:
         """[chunks] A0 of the next decode step of chunks that have left H."""
         if self._tracks == 1:
             return np.zeros(len(chunks), np.int64)
-        track = self._chunks.stage[chunks] // self._stages
+        track = self._chunks.stage[chunks].astype(np.int64) // self._stages
         rows = self._rows()
         for one in np.unique(track).tolist():
             least = int(rows.argmin())

@@ -147,7 +147,7 @@ def test_a_prompt_enters_in_chunks_and_only_so_many_at_once() -> None:
     desk = Desk()
     desk.admit(1, tokens=22)
     assert desk.queued == [(1, 4)]  # the later ones wait behind it
-    assert (desk.home.chunks.in_use, desk.table.free_slots) == (4, 32 - 1 - 16)
+    assert (desk.home.chunks.in_use, desk.home.free_slots) == (4, 32 - 1 - 16)
     desk.leave(1)
     desk.leave(1)
     assert desk.home.chunks.in_use == 4
@@ -168,10 +168,10 @@ def test_prompts_take_turns_when_slots_are_scarce() -> None:
 def test_prefill_never_takes_the_slot_of_a_request_to_come() -> None:
     desk = Desk(slots=8, max_requests=4)
     desk.admit(1, tokens=40)
-    assert desk.table.free_slots == 3
+    assert desk.home.free_slots == 3
     for request_id in (2, 3, 4):
         desk.admit(request_id, tokens=1)
-    assert (desk.home.running, desk.table.free_slots) == (4, 0)
+    assert (desk.home.running, desk.home.free_slots) == (4, 0)
 
 
 def test_a_cancelled_requests_slot_goes_to_the_next_request_and_to_no_chunk() -> None:
@@ -238,7 +238,7 @@ def test_ending_a_request_twice_or_one_that_never_was_changes_nothing() -> None:
     for request_id in (1, 1, 7):
         desk.home.end(request_id, "aborted")
     assert [ended.request_id for ended in desk.said] == [1]
-    assert (desk.table.free_slots, desk.pool.free_blocks, desk.home.running) == (32, 16, 0)
+    assert (desk.home.free_slots, desk.pool.free_blocks, desk.home.running) == (32, 16, 0)
 
 
 # ---- the whole engine

@@ -22,8 +22,8 @@ from asyncmoe.microqueue import Hold, RowSegment, Taken
 from asyncmoe.packed import PackedParcel, pack
 from asyncmoe.policy import BatchPolicy
 from asyncmoe.routing import Router
+from asyncmoe.rows import RowColumns, gather_rows
 from asyncmoe.stage import StageChain
-from asyncmoe.steps import gather_rows
 from asyncmoe.tokentable import TokenTable
 from asyncmoe.transport import Limits, Parcel, ParcelClass
 from asyncmoe.wire import (
@@ -159,15 +159,22 @@ def test_rows_are_gathered_alike(seed: int, sizes: list[int]) -> None:
         table.position[slots] = np.arange(first, first + size)
         table.epoch[slots], table.part_count[slots] = rng.integers(0, 9, (2, size))
         opened.append(chunks.open(request, slots, NONE, samples=True))
-    home: Any = SimpleNamespace(table=table, chunks=chunks, pool=pool, id_of_row=None)
     order = rng.permutation(opened).astype(np.int64)
-    ours, twin = both(lambda: gather_rows(home, order))
-    for name in type(ours).__slots__[:-1]:
-        np.testing.assert_array_equal(getattr(ours, name), getattr(twin, name), name)
-    assert ours.all_alive(table)
-    table.renew(ours.slots[-1:])
-    alive, as_plain = both(lambda: ours.all_alive(table))
-    assert (alive, as_plain) == (False, False)
+    books = native.columns.Books(table, chunks)
+    homes: list[Any] = [
+        SimpleNamespace(table=table, chunks=chunks, pool=pool, id_of_row=None, books=each)
+        for each in (books, None)
+    ]
+    ours, twin = (gather_rows(home, order) for home in homes)
+    assert (ours.count, ours.gathered.singles) == (twin.count, twin.gathered.singles)
+    np.testing.assert_array_equal(ours.chunks, twin.chunks)
+    for name in RowColumns._fields:
+        mine, other = (getattr(rows.columns, name) for rows in (ours, twin))
+        np.testing.assert_array_equal(mine, other, name)
+        assert mine.dtype == other.dtype
+    tokens = rng.integers(0, 99, 32)
+    mine, other = (rows.gathered.at_slots(tokens) for rows in (ours, twin))
+    np.testing.assert_array_equal(mine, other)
 
 
 @given(SEEDS, st.integers(1, 8))
@@ -231,7 +238,7 @@ def test_blocks_that_do_not_fit_their_counts_are_refused() -> None:
     for rows, pairs in ((3, 2), (-1, 4), (2, 2**60), (2**61, 2**62)):
         with pytest.raises(ValueError, match="does not fit"):
             native.columns.expert_batch([(0, rows, pairs, block)], local, 12, False)
-    table = np.zeros(4, np.uint32), np.zeros(4, np.int64), np.zeros(4, np.uint64)
+    table = np.zeros(4, np.uint32), np.zeros(4, np.int32), np.zeros(4, np.uint64)
     with pytest.raises(ValueError, match="does not fit"):
         native.columns.accept(1, block, 1, 2, *table)
 

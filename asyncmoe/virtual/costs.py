@@ -111,9 +111,9 @@ class CostModel:
         """Of the cache: a decode row reads its context, a chunk reads it once for all its rows."""
         seconds = 0.0
         if cost.kv_token_s:
-            seconds = int(work.rows.context.sum()) * cost.kv_token_s
+            seconds = int(work.rows.columns.context.sum()) * cost.kv_token_s
         if cost.windowed_kv_token_s:
-            seen = np.minimum(work.rows.context, self.window).sum()
+            seen = np.minimum(work.rows.columns.context, self.window).sum()
             seconds += int(seen) * cost.windowed_kv_token_s
         return seconds
 

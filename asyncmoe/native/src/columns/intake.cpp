@@ -3,7 +3,6 @@
 #include <utility>
 
 #include "block.h"
-#include "chunks.h"
 #include "collected.h"
 #include "members.h"
 #include "tokens.h"
@@ -68,61 +67,54 @@ std::vector<py::object> of_stages(const py::array& local, const Queues& queues) 
 
 }  // namespace
 
-Homecoming::Homecoming(py::object table, py::object chunks, std::shared_ptr<Queues> queues,
-                       py::object now_s, py::object see_to_arrivals)
+Homecoming::Homecoming(py::object table, std::shared_ptr<Books> books,
+                       std::shared_ptr<Queues> queues, py::object now_s,
+                       py::object see_to_arrivals)
     : table_(table),
       see_to_arrivals_(std::move(see_to_arrivals)),
       now_s_(std::move(now_s)),
       arrived_(table.attr("arrived")),
+      books_(std::move(books)),
       queues_(std::move(queues)),
       max_parts_(table.attr("max_parts").cast<int64_t>()),
       has_columns_(table.attr("has_columns").cast<bool>()),
       epoch_(table.attr("epoch")),
       stage_(table.attr("stage")),
-      open_(table.attr("open")),
-      chunk_of_slot_(table.attr("chunk")),
-      missing_(chunks.attr("missing")),
-      earlier_(chunks.attr("earlier")),
-      stage_of_chunk_(chunks.attr("stage")),
-      parked_(chunks.attr("parked")),
-      rows_(chunks.attr("rows")) {}
+      open_(table.attr("open")) {}
 
 void Homecoming::take_in(py::handle parcel, const py::object& release) {
     take_in(PackedView(parcel), release);
 }
 
 void Homecoming::take_in(const PackedView& parcel, const py::object& release) {
-    const py::tuple accepted = accept(parcel.stage, parcel.block, parcel.rows, max_parts_, epoch_,
-                                      stage_, open_);
-    const py::object place = accepted[1], keep = accepted[2];
+    done_.clear();
+    const Accepted accepted = accept_rows(parcel.stage, parcel.block, parcel.rows, max_parts_,
+                                          epoch_, stage_, open_, &done_);
     py::object payload = parcel.payload;
-    if (!keep.is_none()) {
-        table_.attr("drop")(parcel.rows - py::len(keep));
-        payload = payload.attr("__getitem__")(keep);
+    if (!accepted.keep.is_none()) {
+        table_.attr("drop")(parcel.rows - py::len(accepted.keep));
+        payload = payload.attr("__getitem__")(accepted.keep);
     }
-    if (has_columns_ && py::len(place) != 0) {
-        call_method(arrived_, attributes().append, py::make_tuple(payload, place, release));
+    if (has_columns_ && accepted.place.size() != 0) {
+        call_method(arrived_, attributes().append,
+                    py::make_tuple(payload, accepted.place, release));
     } else if (!release.is_none()) {
         call(release);
     }
-    complete(column<int64_t>(accepted[0], "slots"));
+    complete();
     if (!release.is_none() && PyObject_Size(arrived_.ptr()) > 0) call(see_to_arrivals_);
 }
 
-void Homecoming::complete(const Column<const int64_t>& done) {
-    if (done.size == 0) return;
-    const auto chunk_of_slot = column<int64_t>(chunk_of_slot_, "chunk");
-    Fresh<int64_t> chunk_of_row(done.size);
-    for (py::ssize_t i = 0; i < done.size; ++i) {
-        chunk_of_row[i] = chunk_of_slot.at(done[i], "chunk");
-    }
-    const auto ready = columns::complete(chunk_of_row.array, missing_, earlier_, stage_of_chunk_,
-                                         parked_);
-    if (ready.size() == 0) return;
-    const double now_s = seconds(now_s_);
-    for (const py::handle group : by_stage(ready, stage_of_chunk_, rows_)) {
-        const auto fields = py::reinterpret_borrow<py::tuple>(group);
-        queues_->put_chunks(fields[0].cast<int64_t>(), fields[1], fields[2], now_s, py::none());
+void Homecoming::complete() {
+    const Chunks& chunks = books_->chunks;
+    double now_s = 0;
+    bool is_known = false;
+    for (const Number slot : done_) {
+        const Number chunk = books_->chunk.at(slot, "chunk");
+        if (!chunks.completes(chunk)) continue;
+        if (!is_known) now_s = seconds(now_s_);
+        is_known = true;
+        queues_->put_chunk(chunks.stage[chunk], chunk, chunks.rows[chunk], now_s);
     }
 }
 
@@ -235,7 +227,8 @@ bool Intake::take_dispatch(int64_t source, PackedView parcel, py::object release
 
 void bind_intake(py::module_& m) {
     py::class_<Homecoming, std::shared_ptr<Homecoming>>(m, "Homecoming", collected<Homecoming>())
-        .def(py::init<py::object, py::object, std::shared_ptr<Queues>, py::object, py::object>())
+        .def(py::init<py::object, std::shared_ptr<Books>, std::shared_ptr<Queues>, py::object,
+                      py::object>())
         .def("take_in", py::overload_cast<py::handle, const py::object&>(&Homecoming::take_in));
     py::class_<Intake, std::shared_ptr<Intake>>(m, "Intake", collected<Intake>())
         .def(py::init<py::object, std::shared_ptr<Queues>, std::shared_ptr<Outboxes>,

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "bell.h"
+#include "books.h"
 #include "outboxes.h"
 #include "queues.h"
 
@@ -14,8 +15,9 @@ namespace columns {
 // Combine rows on their way into the token table, and the chunks that they complete.
 class Homecoming {
   public:
-    // `see_to_arrivals` is called when rows that somebody waits for are still to be copied.
-    Homecoming(py::object table, py::object chunks, std::shared_ptr<Queues> queues,
+    // `table`: a `TokenTable`, which is in the books. `see_to_arrivals` is called when rows that
+    // somebody waits for are still to be copied.
+    Homecoming(py::object table, std::shared_ptr<Books> books, std::shared_ptr<Queues> queues,
                py::object now_s, py::object see_to_arrivals);
 
     // `release` is called once the memory of its rows is read no more; None: nobody waits for it.
@@ -31,14 +33,16 @@ class Homecoming {
     }
 
   private:
-    void complete(const Column<const int64_t>& done);
+    // The slots in `done_` are complete: chunks that are so too join their queues.
+    void complete();
 
     py::object table_, see_to_arrivals_, now_s_, arrived_;
+    const std::shared_ptr<Books> books_;
     const std::shared_ptr<Queues> queues_;
     const int64_t max_parts_;
     const bool has_columns_;
-    const py::object epoch_, stage_, open_, chunk_of_slot_;                  // of the token table
-    const py::object missing_, earlier_, stage_of_chunk_, parked_, rows_;  // of the chunk table
+    const py::object epoch_, stage_, open_;  // of the token table
+    std::vector<Number> done_;               // its memory is kept
 };
 
 // What other ranks send to one rank.

@@ -2,7 +2,9 @@
 #include <pybind11/pybind11.h>
 
 #include "bell.h"
+#include "books.h"
 #include "chunks.h"
+#include "departure.h"
 #include "draws.h"
 #include "experts.h"
 #include "function.h"
@@ -22,7 +24,6 @@
 #include "queues.h"
 #include "routing.h"
 #include "reader.h"
-#include "rows.h"
 #include "shm_port.h"
 #include "shm_receiver.h"
 #include "shm_sender.h"
@@ -39,12 +40,7 @@ PYBIND11_MODULE(_columns, m) {
     m.def("route", &route);
     m.def("expert_batch", &expert_batch);
     m.def("accept", &accept);
-    m.def("expect", &expect);
-    m.def("all_alive", &all_alive);
-    m.def("complete", &complete);
-    m.def("leave", &leave);
     m.def("by_stage", &by_stage);
-    m.def("gather_rows", &gather_rows);
     m.def("scatter", &scatter);
     m.def("draw_distinct", &draw_distinct);
     m.def("memory", &memory);
@@ -56,6 +52,8 @@ PYBIND11_MODULE(_columns, m) {
     bind_queues(m);
     bind_outboxes(m);
     bind_bell(m);
+    bind_books(m);
+    bind_departure(m);
     bind_intake(m);
     bind_reader(m);
     bind_writer(m);

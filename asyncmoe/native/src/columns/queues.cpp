@@ -72,6 +72,23 @@ Queues::Queues(py::object chain_of_stages)
     std::fill_n(oldest_s.data, queues_.size(), 0.0);
 }
 
+void Queues::Queue::push(Chunk chunk, double now_s, int64_t decision) {
+    chunks.push(chunk);
+    if (!runs.empty()) {
+        Run& last = runs[runs.size() - 1];
+        if (last.joined_s == now_s && last.joined_decision == decision) {
+            ++last.chunks;
+            return;
+        }
+    }
+    runs.push({1, now_s, decision});
+}
+
+Queues::Chunk Queues::Queue::pop() {
+    if (--runs[0].chunks == 0) runs.pop();
+    return chunks.pop();
+}
+
 Queues::Queue& Queues::chunk_queue(int64_t stage) {
     if (stage < 0 || stage >= static_cast<int64_t>(queues_.size()) || queues_[stage].experts) {
         throw py::value_error("stage " + std::to_string(stage) + " has no queue of chunks");
@@ -101,23 +118,26 @@ void Queues::left(int64_t stage, int64_t delta) {
     if (rows[stage] == 0) return;
     const Queue& queue = queues_[stage];
     oldest_s[stage] = queue.experts ? queue.segments.front().joined_s
-                                    : queue.chunks.front().joined_s;
+                                    : queue.runs[0].joined_s;
     oldest_decision[stage] = queue.experts ? queue.segments.front().joined_decision
-                                           : queue.chunks.front().joined_decision;
+                                           : queue.runs[0].joined_decision;
 }
 
 void Queues::put_chunks(int64_t stage, py::handle chunks_array, py::handle rows_array,
                         double now_s, py::handle) {
-    Queue& queue = chunk_queue(stage);
     const auto chunks = column<int64_t>(chunks_array, "chunks");
     const auto rows_of_each = column<int64_t>(rows_array, "rows");
     check_size(rows_of_each.size, chunks.size, "rows");
-    int64_t together = 0;
     for (py::ssize_t i = 0; i < chunks.size; ++i) {
-        queue.chunks.push_back({chunks[i], rows_of_each[i], now_s, decision});
-        together += rows_of_each[i];
+        put_chunk(stage, static_cast<int32_t>(chunks[i]), static_cast<int32_t>(rows_of_each[i]),
+                  now_s);
     }
-    joined(stage, together, now_s);
+}
+
+void Queues::put_chunk(int64_t stage, int32_t chunk, int32_t rows_of_it, double now_s) {
+    Queue& queue = chunk_queue(stage);
+    queue.push({chunk, rows_of_it}, now_s, decision);
+    joined(stage, rows_of_it, now_s);
 }
 
 void Queues::put_parcel(int64_t source, py::handle parcel, py::object release, double now_s) {
@@ -141,8 +161,7 @@ py::array_t<int64_t> Queues::take_chunks(int64_t stage, int64_t max_rows) {
         taken += queue.chunks[count++].rows;
     }
     Fresh<int64_t> chunks(count);
-    for (size_t i = 0; i < count; ++i) chunks[i] = queue.chunks[i].chunk;
-    queue.chunks.erase(queue.chunks.begin(), queue.chunks.begin() + count);
+    for (size_t i = 0; i < count; ++i) chunks[i] = queue.pop().chunk;
     left(stage, taken);
     return chunks.array;
 }
@@ -177,15 +196,17 @@ void Queues::remove_chunks(int64_t stage, py::handle chunks_array) {
     const auto chunks = column<int64_t>(chunks_array, "chunks");
     const std::unordered_set<int64_t> dead(chunks.data, chunks.data + chunks.size);
     int64_t gone = 0;
-    std::deque<Chunk> kept;
-    for (const Chunk& each : queue.chunks) {
+    Queue kept{false, {}, {}, {}};
+    while (!queue.chunks.empty()) {
+        const Run run = queue.runs[0];
+        const Chunk each = queue.pop();
         if (dead.count(each.chunk)) {
             gone += each.rows;
         } else {
-            kept.push_back(each);
+            kept.push(each, run.joined_s, run.joined_decision);
         }
     }
-    queue.chunks = std::move(kept);
+    std::swap(queue, kept);
     left(stage, gone);
 }
 

@@ -7,6 +7,7 @@
 
 #include "boxed.h"
 #include "parcel.h"
+#include "ring.h"
 
 namespace columns {
 
@@ -54,6 +55,7 @@ class Queues {
 
     void put_chunks(int64_t stage, py::handle chunks, py::handle rows, double now_s,
                     py::handle total);
+    void put_chunk(int64_t stage, int32_t chunk, int32_t rows, double now_s);
     void put_parcel(int64_t source, py::handle parcel, py::object release, double now_s);
     void put(int64_t source, PackedView parcel, py::object release, double now_s);
     py::array_t<int64_t> take_chunks(int64_t stage, int64_t max_rows);
@@ -80,14 +82,22 @@ class Queues {
 
   private:
     struct Chunk {
-        int64_t chunk, rows;
+        int32_t chunk, rows;
+    };
+    // So many chunks joined together.
+    struct Run {
+        int64_t chunks;
         double joined_s;
         int64_t joined_decision;
     };
     struct Queue {
         bool experts;
-        std::deque<Chunk> chunks;          // of an attention or head stage
+        Ring<Chunk> chunks;  // of an attention or head stage
+        Ring<Run> runs;      // of these
         std::deque<RowSegment> segments;  // of an expert stage
+
+        void push(Chunk chunk, double now_s, int64_t decision);
+        Chunk pop();
     };
 
     Queue& chunk_queue(int64_t stage);

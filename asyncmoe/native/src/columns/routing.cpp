@@ -71,6 +71,7 @@ py::tuple route(py::handle experts_array, py::handle weights_array, py::handle o
     const auto epochs = column<uint32_t>(epochs_array, "epochs");
     check_size(slots.size, rows, "slots");
     check_size(epochs.size, rows, "epochs");
+    if (top_k > 64) throw py::value_error("more experts of a row than it has parts");
 
     std::vector<Destination> to(world);
     for (py::ssize_t row = 0; row < rows; ++row) {
@@ -97,7 +98,7 @@ py::tuple route(py::handle experts_array, py::handle weights_array, py::handle o
     }
     Fresh<int64_t> index(copied);
 
-    Fresh<int64_t> parts(rows);
+    Fresh<uint8_t> parts(rows);
     std::vector<py::ssize_t> visited;  // ranks of one row, ascending
     for (py::ssize_t row = 0; row < rows; ++row) {
         const int64_t* chosen = experts + row * top_k;
@@ -127,7 +128,7 @@ py::tuple route(py::handle experts_array, py::handle weights_array, py::handle o
             d.columns->fanout.set(d.row - 1, d.columns->fanout[d.row - 1] + 1);
             ++d.pair;
         }
-        parts[row] = per_expert ? top_k : static_cast<int64_t>(visited.size());
+        parts[row] = static_cast<uint8_t>(per_expert ? top_k : visited.size());
     }
 
     const py::list payloads = payloads_of(to, rows, hidden, index);

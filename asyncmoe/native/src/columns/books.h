@@ -1,0 +1,45 @@
+// The tables of a home rank as compiled code sees them: token slots and chunks.
+#pragma once
+
+#include <memory>
+
+#include "view.h"
+
+namespace columns {
+
+using Number = int32_t;  // slots, chunks, stages, positions and counts of rows in the tables
+
+// Columns of a `ChunkTable` in asyncmoe/chunks.py; `later`: chunk of the same request.
+struct Chunks {
+    explicit Chunks(py::handle table);
+
+    // A row of a chunk has all its parts. Whether the chunk is complete and may enter its stage;
+    // one that is complete and may not is parked.
+    bool completes(int64_t chunk) const;
+
+    Column<Number> missing, stage;
+    Column<const Number> earlier, later, rows, request, first_slot;
+    Column<bool> parked;
+};
+
+// The columns lie where they lay at first: the tables never make them anew.
+struct Books {
+    // A `TokenTable` and a `ChunkTable`.
+    Books(py::object table, py::object chunks);
+
+    Chunks chunks;
+    py::list slots_of_chunk;  // arrays
+    // By slot.
+    Column<const uint32_t> epoch;
+    Column<Number> stage;
+    Column<uint64_t> open;
+    Column<uint8_t> part_count;
+    Column<const Number> chunk, position;
+
+  private:
+    const py::object table_, chunk_table_;  // own the columns
+};
+
+void bind_books(py::module_& m);
+
+}  // namespace columns
