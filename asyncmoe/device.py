@@ -14,6 +14,7 @@ from asyncmoe.cores import Cores
 T = TypeVar("T")
 # Called on the loop with the work's result or what it raised, and its seconds of compute.
 Done = Callable[[Any, BaseException | None, float], None]
+Submit = Callable[[Callable[[], Any], Done], None]
 
 
 class Device(ABC):
@@ -40,6 +41,10 @@ class Device(ABC):
     @abstractmethod
     def submit(self, work: Callable[[], Any], done: Done) -> None:
         """Queue `work`, and call `done` once it is over."""
+
+    def submitter(self) -> Submit:
+        """`submit` for the loop that runs now, for who calls it often there."""
+        return self.submit
 
     def run(self, work: Callable[[], T]) -> asyncio.Future[T]:
         """Queue `work` and return a future of its result; cancelling that does not stop work that

@@ -87,5 +87,4 @@ class Dispatcher:
 
     def combine(self, step: ExpertStep, out: torch.Tensor) -> list[Parcel]:
         """Send the output rows of an expert batch home; see `Outboxes.answer`."""
-        *_, back = step.columns
-        return self._answer(step.stage, back, out)
+        return self._answer(step.stage, step.back, out)

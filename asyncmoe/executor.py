@@ -14,21 +14,25 @@ import math
 import sys
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from asyncmoe import native
 from asyncmoe.bell import make_bell
-from asyncmoe.device import Device
+from asyncmoe.device import Device, Done, Submit
 from asyncmoe.microqueue import Queues, are_plain
 from asyncmoe.passage import Passage, Passed
 from asyncmoe.policy import BatchPolicy
 from asyncmoe.scheduler import QueueView, Scheduler
 from asyncmoe.stage import Kind
-from asyncmoe.stats import RankTimes
+from asyncmoe.stats import KindTimes, RankTimes
 from asyncmoe.steps import AttentionStep, ExpertStep, HeadStep
+
+if TYPE_CHECKING:
+    from asyncmoe.expertstages import ExpertStages
 
 Step = AttentionStep | ExpertStep | HeadStep | Passage
 DEPTH = 2
@@ -59,6 +63,30 @@ class Stages(Protocol):
         """The scheduler, or something of the above, raised: nothing will run any more."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workings:
+    """What a compiled turn (`native/src/columns/turn.cpp`) has of its executor."""
+
+    queues: Queues
+    policy: BatchPolicy
+    stages: Stages
+    experts: ExpertStages | None  # those stages that it sees to itself
+    times: dict[Kind, KindTimes]
+    depth: int  # batches with the device at once
+    running: deque[Step]  # with the device, in order
+    after: deque[tuple[int, Callable[[], None]]]  # if there is any, `done` is to be called
+    virtual: bool  # whether no passage is ever begun
+    clock: Callable[[], float]  # of CPU time
+    now_s: Callable[[], float]  # loop time
+    timer_s: Callable[[], float]  # loop time when the queues are looked at in any case
+    submit: Submit  # to the device
+    executed: Callable[[int, int], None] | None  # of the rule; None: it takes no note
+    travel: Callable[[int, Step], Step]  # makes a passage of an attention batch if it can be one
+    fill: Callable[[], None]  # does all that is not as usual before a batch
+    done: Done  # and behind one
+    fail: Callable[[Exception], None]  # hears of an error of ours, a stage's or the rule's
+
+
 class Executor:
     """Keeps the device of one rank busy."""
 
@@ -71,8 +99,10 @@ class Executor:
         stages: Stages,
         times: RankTimes,
         depth: int = DEPTH,
+        experts: ExpertStages | None = None,
     ) -> None:
-        """`depth`: batches with the device at once."""
+        """`depth`: batches with the device at once. `experts`: those of `stages` whose batches
+        need not go through it; None: all do."""
         self._queues, self._scheduler, self._policy = queues, scheduler, policy
         self._device, self._stages, self._times = device, stages, times
         self._depth = depth
@@ -86,7 +116,7 @@ class Executor:
         self._turn: Any = None
         hear, self._end = self._pump, self._done
         if not (are_plain(queues) or self._synchronous) and scheduler.work_conserving:
-            self._turn = native.columns.Turn(self, policy, stages)
+            self._turn = native.columns.Turn(self._workings(experts))
             hear, self._end = self._turn.hear, self._turn.done
         self.bell = make_bell(self._loop.call_soon, hear, self._running, enough)
         if self._turn is not None:
@@ -96,6 +126,30 @@ class Executor:
         self._timer: asyncio.TimerHandle | None = None  # to look at the queues again
         self._timer_s = math.inf  # loop time when it does
         self._closed = False
+
+    def _workings(self, experts: ExpertStages | None) -> Workings:
+        scheduler, times, device = self._scheduler, self._times, self._device
+        takes_note = type(scheduler).executed is not Scheduler.executed
+        return Workings(
+            queues=self._queues,
+            policy=self._policy,
+            stages=self._stages,
+            experts=experts,
+            times=times.kinds,
+            depth=self._depth,
+            running=self._running,
+            after=self._after,
+            virtual=device.virtual,
+            clock=times.clock,
+            now_s=self._loop.time,
+            timer_s=lambda: self._timer_s,
+            submit=device.submitter(),
+            executed=scheduler.executed if takes_note else None,
+            travel=self._travel,
+            fill=self._fill,
+            done=self._done,
+            fail=self._break,
+        )
 
     @property
     def computing(self) -> bool:
@@ -109,6 +163,12 @@ class Executor:
             self._after.append((self._over + len(self._running), callback))
         else:
             callback()
+
+    def watch(self) -> None:
+        """Take all batches through `Stages.prepare` and `finish` from now on, where somebody who
+        replaced these sees them."""
+        if self._turn is not None:
+            self._turn.watch()
 
     def close(self) -> None:
         """Start nothing more; what runs is let to its end by the device, and nobody hears of it.

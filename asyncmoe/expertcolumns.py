@@ -8,14 +8,16 @@ from numpy.typing import NDArray
 from asyncmoe import native
 from asyncmoe.packed import Buffer, PackedParcel
 
+# Per home: rank, output rows, input rows, columns of the combine parcel.
+WayBack = list[tuple[int, int, int, Buffer]]
 # `row` [pairs], `weight` [pairs], `counts` [local experts], `gather` [output rows, width] as in
-# `model.ExpertBatch`; per home: rank, output rows, input rows, columns of the combine parcel.
+# `model.ExpertBatch`; the way back.
 ExpertColumns = tuple[
     NDArray[np.int64],
     NDArray[np.float32],
     NDArray[np.int64],
     NDArray[np.int64],
-    list[tuple[int, int, int, Buffer]],
+    WayBack,
 ]
 
 

@@ -105,6 +105,7 @@ class Home:
         self._seen_arrival: object = None  # the oldest that was not copied when a stage last ended
         self._asked = False  # whether `_settle_if_idle` is to come
         self._put_off = False  # it came while a batch computed
+        self.remembers = False  # any of these: `let_go` has to forget it
         self._waiting: deque[Request] = deque()
         self._prefilling: deque[Request] = deque()
         self._by_id: dict[int, Request] = {}
@@ -328,8 +329,9 @@ class Home:
         if table.copied:
             table.let_go()
         if not table.arrived:
-            self._seen_arrival, self._put_off = None, False
+            self._seen_arrival, self._put_off, self.remembers = None, False, False
             return
+        self.remembers = True
         oldest = table.oldest_arrival
         if oldest is not None and oldest is self._seen_arrival:
             self._settle()
@@ -346,7 +348,9 @@ class Home:
     def _settle_if_idle(self) -> None:
         self._asked = False
         self._put_off = self._host.computing
-        if not self._put_off:
+        if self._put_off:
+            self.remembers = True
+        else:
             self._settle()
 
     def _settle(self) -> None:

@@ -125,6 +125,7 @@ class Scheduler(ABC):
     def executed(self, stage: int, rows: int) -> None:  # noqa: B027 - a hook that few need
         """Take note that a batch of `rows` rows of `stage` has been handed to the device.
 
+        It may be told late, but in order, and before the next `choose` and `attend`.
         Without a `choose` since the last call, the batch was all that was queued on this rank: only
         for a `work_conserving` rule, and as if it had been asked.
         """

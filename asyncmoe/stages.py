@@ -14,6 +14,7 @@ from asyncmoe import native
 from asyncmoe.dispatcher import Dispatcher
 from asyncmoe.errors import AsyncMoeError
 from asyncmoe.executor import Step
+from asyncmoe.expertstages import ExpertStages
 from asyncmoe.home import Home
 from asyncmoe.microqueue import Queues, are_plain
 from asyncmoe.model import Cache, Model
@@ -52,8 +53,18 @@ class RankStages:
         # By stage and by layer, so that nothing is looked up or sliced for a batch.
         self._kinds = chain.kinds
         self._layers = [chain.layer(stage) for stage in range(len(chain))]
-        self._local, self._local_experts = list(local), (local >= 0).sum(1).tolist()
-        self._per_expert, self._cache = per_expert, cache
+        self.experts = ExpertStages(
+            model=model,
+            queues=queues,
+            layers=self._layers,
+            local=list(local),
+            local_experts=(local >= 0).sum(1).tolist(),
+            per_expert=per_expert,
+            dispatcher=dispatcher,
+            held_rows=receptor.held_rows,
+            home=home,
+        )
+        self._cache = cache
         self._home = cast(Home, home)  # None where no rows of stages that need it are
         self._dispatcher, self._receptor, self._fatal = dispatcher, receptor, fatal
         self._departure: Any = None  # of an attention batch that goes on as a whole, compiled
@@ -70,17 +81,7 @@ class RankStages:
         """See `Stages`."""
         kind, layer = self._kinds[stage], self._layers[stage]
         if kind is Kind.EXPERT:
-            taken = self._queues.take_rows(stage, max_rows)
-            return ExpertStep(
-                stage,
-                layer,
-                self._model,
-                taken,
-                taken.rows,
-                self._local[layer],
-                self._local_experts[layer],
-                self._per_expert,
-            )
+            return self.experts.prepare(stage, max_rows)
         home, model, cache = self._home, self._model, self._cache
         rows = gather_rows(home, self._queues.take_chunks(stage, max_rows))
         if kind is Kind.ATTENTION:
@@ -118,9 +119,8 @@ class RankStages:
         """See `Stages`."""
         match step:
             case ExpertStep():
-                for parcel in self._dispatcher.combine(step, result):
-                    self._home.take_in(parcel)
-                step.taken.read(self._receptor.held_rows)
+                self.experts.finish(step, result)
+                return
             case AttentionStep():
                 self._leave_attention(step, result)
             case HeadStep():

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncmoe.expertcolumns import ExpertColumns
+from asyncmoe.expertcolumns import ExpertColumns, WayBack
 from asyncmoe.microqueue import Taken
 from asyncmoe.model import Cache, ExpertBatch, Model
 from asyncmoe.routing import Routed, Router
@@ -123,6 +123,7 @@ class ExpertStep:
     local_experts: int
     per_expert: bool  # an output row per pair; otherwise one per row
     _columns: ExpertColumns | None = None
+    _back: WayBack | None = None
     kind = Kind.EXPERT
 
     @property
@@ -133,9 +134,15 @@ class ExpertStep:
             self._columns = self.taken.columns(self.local, self.local_experts, self.per_expert)
         return self._columns
 
+    @property
+    def back(self) -> WayBack:
+        """Of `columns`, those of the way home."""
+        return self.columns[-1] if self._back is None else self._back
+
     def __call__(self) -> torch.Tensor:
         payloads = self.taken.payloads
-        row, weight, counts, gather, _ = self.columns
+        row, weight, counts, gather, self._back = self.columns
+        self._columns = None  # the others end here, and not on the loop
         if not len(row):  # rows that no expert here was chosen for
             return payloads[0].new_zeros((len(gather), payloads[0].shape[1]))
         # Rows without columns are all alike.

@@ -43,6 +43,7 @@ def gated() -> Checkpoint:
 def passages(engine: Cluster) -> list[list[int]]:
     """Records from now on the stages that each piece of rank 0's device work passes."""
     seen: list[list[int]] = []
+    engine.ranks[0].executor.watch()
     stages: Any = engine.ranks[0].executor._stages
     inner = stages.finish
 

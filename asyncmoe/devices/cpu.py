@@ -16,7 +16,7 @@ import torch
 
 from asyncmoe import native
 from asyncmoe.cores import Cores
-from asyncmoe.device import Device, Done
+from asyncmoe.device import Device, Done, Submit
 
 CLOSE_TIMEOUT_S = 2.0  # well within cluster.shutdown_timeout_s, after which processes are killed
 _LOG = logging.getLogger(__name__)
@@ -38,6 +38,13 @@ class CpuDevice(Device):
     def submit(self, work: Callable[[], Any], done: Done) -> None:
         """Queue `work` for the compute thread."""
         self._queue.put((work, done, asyncio.get_running_loop()))
+
+    def submitter(self) -> Submit:
+        """See `Device`. Compiled if that is there."""
+        if native.columns is None:
+            return self.submit
+        made: Submit = native.columns.putting(self._queue.put, asyncio.get_running_loop())
+        return made
 
     def busy_s(self) -> float:
         """Seconds that the thread spent in work."""

@@ -87,6 +87,7 @@ class Meter:
         within = self._watch.within
         for rank in cluster.ranks:
             dispatcher: Any = rank._dispatcher
+            rank.executor.watch()
             stages: Any = rank.executor._stages
             dispatcher.router = _Timed(dispatcher.router, within)
             dispatcher.dispatch = _Timed(dispatcher.dispatch, within)

@@ -16,12 +16,17 @@ template <size_t Count, typename Body>
 class Function {
   public:
     static py::object make(Body body) {
-        static PyTypeObject* const type = make_type();
-        auto* object = reinterpret_cast<Object*>(type->tp_alloc(type, 0));
+        auto* object = reinterpret_cast<Object*>(type()->tp_alloc(type(), 0));
         if (object == nullptr) throw py::error_already_set();
         object->vectorcall = &called;
         new (&object->body) Body(std::move(body));
         return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(object));
+    }
+
+    // The body of such a callable; null if the object is something else.
+    static const Body* of(py::handle object) {
+        return Py_IS_TYPE(object.ptr(), type()) ? &reinterpret_cast<Object*>(object.ptr())->body
+                                                : nullptr;
     }
 
   private:
@@ -57,6 +62,11 @@ class Function {
         Py_DECREF(type);
     }
 
+    static PyTypeObject* type() {
+        static PyTypeObject* const made = make_type();
+        return made;
+    }
+
     static PyTypeObject* make_type() {
         static PyMemberDef members[] = {
             {"__vectorcalloffset__", T_PYSSIZET, offsetof(Object, vectorcall), READONLY, nullptr},
@@ -83,6 +93,13 @@ py::object function(Body body) {
 
 // A function of a key and one more argument: what `table` has for the key is called with the other,
 // or `otherwise` with both.
+struct ByKey {
+    py::object operator()(PyObject* const* arguments) const;
+
+    py::dict table;
+    py::object otherwise;
+};
+
 py::object by_key(py::dict table, py::object otherwise);
 
 }  // namespace columns

@@ -46,21 +46,16 @@ int code_of(const py::object& dtype) {
     return 0;
 }
 
-double seconds(const py::object& clock) {
-    const double now_s = PyFloat_AsDouble(call(clock).ptr());
-    if (now_s == -1.0 && PyErr_Occurred()) throw py::error_already_set();
-    return now_s;
-}
-
 // The row of `local` [MoE layers, experts] that is each stage's; none for one that has no experts.
-std::vector<py::object> of_stages(const py::array& local, const Queues& queues) {
-    std::vector<py::object> found;
+std::vector<Intake::Local> of_stages(const py::array& local, const Queues& queues) {
+    std::vector<Intake::Local> found;
     const int64_t stages = queues.rows.array.size();
     for (int64_t stage = 0; stage < stages; ++stage) {
         found.emplace_back();
         if (!queues.is_expert_stage(stage)) continue;
         const py::object layer = queues.chain.attr("layer")(stage);
-        found.back() = local.attr("__getitem__")(layer);
+        const py::object of_layer = local.attr("__getitem__")(layer);
+        found.back() = {of_layer, column<int64_t>(of_layer, "local")};
     }
     return found;
 }
@@ -112,7 +107,7 @@ void Homecoming::complete() {
     for (const Number slot : done_) {
         const Number chunk = books_->chunk.at(slot, "chunk");
         if (!chunks.completes(chunk)) continue;
-        if (!is_known) now_s = seconds(now_s_);
+        if (!is_known) now_s = now_s_();
         is_known = true;
         queues_->put_chunk(chunks.stage[chunk], chunk, chunks.rows[chunk], now_s);
     }
@@ -167,10 +162,10 @@ bool Intake::take(int64_t source, int dtype, PackedView parcel, py::object relea
 template <typename F>
 bool Intake::timed(int64_t source, F take_it) {
     try {
-        const double begin_s = seconds(clock_);
+        const double begin_s = clock_();
         if (!take_it()) return false;
         PyObject* const times = times_.ptr();
-        const double more_s = seconds(clock_) - begin_s;
+        const double more_s = clock_() - begin_s;
         const double before_s = PyFloat_AsDouble(of_times().receive_s.of(times));
         const py::handle parcels(of_times().received_parcels.of(times));
         of_times().receive_s.set(times, py::float_(before_s + more_s));
@@ -215,13 +210,13 @@ bool Intake::take_plain(int64_t source, PackedView parcel, py::object release) {
 bool Intake::take_dispatch(int64_t source, PackedView parcel, py::object release) {
     const int64_t held = held_rows_[source] + parcel.rows;
     if (parcel.rows == 0 || held > window_rows_ ||
-        !all_local(parcel.block, parcel.rows, parcel.pairs, local_[parcel.stage])) {
+        !all_local(parcel.block, parcel.rows, parcel.pairs, local_[parcel.stage].column)) {
         return false;
     }
     bell_->ring();
     held_rows_[source] = held;
     *arrived_rows_.mutable_data(parcel.stage, source) += parcel.rows;
-    queues_->put(source, std::move(parcel), std::move(release), seconds(now_s_));
+    queues_->put(source, std::move(parcel), std::move(release), now_s_());
     return true;
 }
 

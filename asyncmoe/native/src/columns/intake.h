@@ -7,6 +7,7 @@
 
 #include "bell.h"
 #include "books.h"
+#include "clock.h"
 #include "outboxes.h"
 #include "queues.h"
 
@@ -28,7 +29,7 @@ class Homecoming {
     void each_reference(F visit) {
         visit(table_);
         visit(see_to_arrivals_);
-        visit(now_s_);
+        visit(now_s_.object());
         visit(arrived_);
     }
 
@@ -36,7 +37,9 @@ class Homecoming {
     // The slots in `done_` are complete: chunks that are so too join their queues.
     void complete();
 
-    py::object table_, see_to_arrivals_, now_s_, arrived_;
+    py::object table_, see_to_arrivals_;
+    Clock now_s_;
+    py::object arrived_;
     const std::shared_ptr<Books> books_;
     const std::shared_ptr<Queues> queues_;
     const int64_t max_parts_;
@@ -64,12 +67,18 @@ class Intake {
 
     template <typename F>
     void each_reference(F visit) {
-        for (py::object* each : {&other_, &failed_, &times_, &clock_, &now_s_}) {
+        for (py::object* each : {&other_, &failed_, &times_, &clock_.object(), &now_s_.object()}) {
             visit(*each);
         }
     }
 
     bool is_open = true;  // else all arrivals go to `other`
+
+    // Of a stage: the local index of each expert of its layer.
+    struct Local {
+        py::object array;
+        Column<const int64_t> column;
+    };
 
   private:
     template <typename F>
@@ -82,10 +91,11 @@ class Intake {
     const std::shared_ptr<Outboxes> outboxes_;
     const std::shared_ptr<Homecoming> homecoming_;  // null: home of nothing
     const std::shared_ptr<Bell> bell_;
-    py::object other_, failed_, times_, clock_, now_s_;
+    py::object other_, failed_, times_;
+    Clock clock_, now_s_;
     const py::object dtype_;
     const int dtype_code_;
-    const std::vector<py::object> local_;  // of each stage: local index of each expert
+    const std::vector<Local> local_;       // of each stage; nothing for one without experts
     const Column<int64_t> held_rows_;      // [ranks]
     const py::object held_array_;
     py::array_t<int64_t> arrived_rows_;    // [stages, ranks]

@@ -21,6 +21,7 @@
 #include "outboxes.h"
 #include "payload.h"
 #include "policy.h"
+#include "putting.h"
 #include "queues.h"
 #include "routing.h"
 #include "reader.h"
@@ -36,7 +37,8 @@
 PYBIND11_MODULE(_columns, m) {
     using namespace columns;
     m.doc() = "Index columns of parcels and tables.";
-    m.def("all_local", &all_local);
+    m.def("all_local", [](py::handle block, py::ssize_t rows, py::ssize_t pairs,
+                          py::handle local) { return all_local(block, rows, pairs, local); });
     m.def("route", &route);
     m.def("expert_batch", &expert_batch);
     m.def("accept", &accept);
@@ -46,6 +48,7 @@ PYBIND11_MODULE(_columns, m) {
     m.def("memory", &memory);
     m.def("look", &look);
     m.def("by_key", &by_key);
+    m.def("putting", &putting);
     bind_lease(m);
     bind_inbound(m);
     bind_outbound(m);

@@ -10,6 +10,13 @@
 namespace columns {
 namespace {
 
+// Whether a number is one of T's.
+template <typename T>
+bool fits(int64_t number, T* value) {
+    *value = static_cast<T>(number);
+    return number >= 0 && static_cast<int64_t>(*value) == number;
+}
+
 // A member of a parcel that is a whole number; false if it is none that fits.
 template <typename T>
 bool whole(const Member& member, PyObject* parcel, T* value) {
@@ -18,8 +25,7 @@ bool whole(const Member& member, PyObject* parcel, T* value) {
         PyErr_Clear();
         return false;
     }
-    *value = static_cast<T>(number);
-    return number >= 0 && static_cast<long long>(*value) == number;
+    return fits(number, value);
 }
 
 // Dtype, shape and memory of a payload; false if it is not contiguous rows of a dtype of ours.
@@ -58,17 +64,38 @@ void complete(const py::object& posted) {
 
 }  // namespace
 
+Outbound::Frame Outbound::begun() const {
+    Frame frame{};
+    frame.head.kind = kParcel;
+    frame.head.source = rank_;
+    frame.head.generation = generation_;
+    return frame;
+}
+
+// `parcel()`: the parcel as a Python object.
+template <typename F>
+Outbound::Frame Outbound::checked(Frame frame, bool plain, F parcel) const {
+    Prelude& head = frame.head;
+    const py::ssize_t size = PyObject_Size(frame.columns.ptr());
+    head.column_bytes = static_cast<uint32_t>(size);
+    if (!plain || size != static_cast<py::ssize_t>(head.column_bytes) ||
+        !allowed_parcel(head, limits_)) {
+        names().encode_parcel(parcel(), limits_object_, py::arg("source") = rank_,
+                              py::arg("sequence") = 0, py::arg("lease") = 0,
+                              py::arg("generation") = 0);  // which says what is wrong
+        throw py::value_error("a parcel that cannot be sent");
+    }
+    return frame;
+}
+
 Outbound::Frame Outbound::frame(py::handle parcel) const {
     const auto& of = members().parcel;
     const bool is_packed = Py_IS_TYPE(
         parcel.ptr(), reinterpret_cast<PyTypeObject*>(names().packed_parcel.ptr()));
     const py::object packed = is_packed ? py::reinterpret_borrow<py::object>(parcel)
                                         : call(names().pack, parcel);
-    Frame frame{};
+    Frame frame = begun();
     Prelude& head = frame.head;
-    head.kind = kParcel;
-    head.source = rank_;
-    head.generation = generation_;
     const auto member = [&](const Member& which) {
         return py::reinterpret_borrow<py::object>(which.of(packed.ptr()));
     };
@@ -79,27 +106,29 @@ Outbound::Frame Outbound::frame(py::handle parcel) const {
                        whole(of.credits, packed.ptr(), &head.credits) &&
                        describe(member(of.payload), &head, &frame.payload);
     frame.columns = member(of.block);
-    const py::ssize_t size = PyObject_Size(frame.columns.ptr());
-    head.column_bytes = static_cast<uint32_t>(size);
-    if (!plain || size != static_cast<py::ssize_t>(head.column_bytes) ||
-        !allowed_parcel(head, limits_)) {
-        names().encode_parcel(packed, limits_object_, py::arg("source") = rank_,
-                              py::arg("sequence") = 0, py::arg("lease") = 0,
-                              py::arg("generation") = 0);  // which says what is wrong
-        throw py::value_error("a parcel that cannot be sent");
-    }
-    return frame;
+    return checked(std::move(frame), plain, [&] { return packed; });
+}
+
+Outbound::Frame Outbound::frame(const PackedView& parcel) const {
+    Frame frame = begun();
+    Prelude& head = frame.head;
+    const bool plain = fits(parcel.kind, &head.parcel_class) && fits(parcel.stage, &head.stage) &&
+                       fits(parcel.rows, &head.rows) && fits(parcel.pairs, &head.pairs) &&
+                       fits(parcel.credits, &head.credits) &&
+                       describe(parcel.payload, &head, &frame.payload);
+    frame.columns = parcel.block;
+    return checked(std::move(frame), plain, [&] { return parcel.object(); });
 }
 
 py::object Outbound::number(Frame* frame) {
-    frame->head.sequence = sequence_[frame->head.parcel_class]++;
+    count(frame);
     py::object posted = new_posted(Py_False);
     if (PyDict_SetItem(unsent_.ptr(), posted.ptr(), Py_None) != 0) throw py::error_already_set();
     return posted;
 }
 
 py::object Outbound::number_free(Frame* frame) {
-    frame->head.sequence = sequence_[frame->head.parcel_class]++;
+    count(frame);
     return new_posted(Py_True);
 }
 

@@ -1,7 +1,7 @@
 // What this rank sends to one peer: the compiled twin of `Outbound` in asyncmoe/twophase.py.
 #pragma once
 
-#include "names.h"
+#include "parcel.h"
 
 namespace columns {
 
@@ -25,11 +25,14 @@ class Outbound {
         Payload payload;
     };
     Frame frame(py::handle parcel) const;
+    Frame frame(const PackedView& parcel) const;
 
     // The next parcel of that frame's class is this one: its source side, to be `sent`, or one that
     // is free already.
     py::object number(Frame* frame);
     py::object number_free(Frame* frame);
+    // The same if nobody asks for its source side.
+    void count(Frame* frame) { frame->head.sequence = sequence_[frame->head.parcel_class]++; }
 
     py::bytes message(uint64_t length);
     void sent(const py::object& posted);
@@ -39,6 +42,10 @@ class Outbound {
     py::list sequences() const;
 
   private:
+    Frame begun() const;
+    template <typename F>
+    Frame checked(Frame frame, bool plain, F parcel) const;
+
     const uint32_t rank_, generation_;
     const py::object limits_object_;
     const Limits limits_;

@@ -6,6 +6,8 @@
 #include <utility>
 
 #include "collected.h"
+#include "function.h"
+#include "writer.h"
 
 namespace columns {
 namespace {
@@ -31,6 +33,15 @@ int64_t number(py::handle object) {
 
 py::object piece(const py::object& parcel, int64_t first, int64_t last) {
     return parcel.attr("piece")(first, last);
+}
+
+// What a transport's `post` has for this peer, if it is a compiled table; else null.
+py::object door_of(const py::object& post, int64_t peer) {
+    const ByKey* doors = Function<2, ByKey>::of(post);
+    if (doors == nullptr) return py::object();
+    PyObject* const found = PyDict_GetItemWithError(doors->table.ptr(), py::int_(peer).ptr());
+    if (found == nullptr && PyErr_Occurred()) throw py::error_already_set();
+    return py::reinterpret_borrow<py::object>(found);
 }
 
 // Where the parcels to ranks above `rank` begin; those of `rank_of` ascend.
@@ -107,13 +118,12 @@ py::list Outboxes::answer(int64_t stage, const py::list& back, py::object out) {
         PyObject* entry = PyList_GET_ITEM(back.ptr(), i);
         const int64_t home = rank_of(i), rows = number(PyTuple_GET_ITEM(entry, 1));
         const py::object payload = count > 1 ? py::object(parts[py::int_(i)]) : out;
-        const py::object parcel = make_parcel(kCombine, stage, rows, 0,
-                                              PyTuple_GET_ITEM(entry, 3), payload,
-                                              number(PyTuple_GET_ITEM(entry, 2)));
+        const auto block = py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(entry, 3));
+        const PackedView parcel(stage, rows, block, payload, number(PyTuple_GET_ITEM(entry, 2)));
         if (home == rank_) {
-            local.append(parcel);
+            local.append(parcel.object());
         } else {
-            post_pieces(home, parcel, rows);
+            post_pieces(home, parcel);
         }
     }
     return local;
@@ -145,30 +155,37 @@ void Outboxes::flush(int64_t peer) {
     Waiting parcel;
     while (next(box.get(), &parcel)) {
         *sent_rows_.mutable_data(parcel.stage, peer) += parcel.rows;
-        post(peer, parcel.parcel, parcel.rows);
+        post(peer, PackedView(parcel.parcel));
     }
 }
 
-void Outboxes::post_pieces(int64_t peer, const py::object& parcel, int64_t rows) {
-    if (rows <= parcel_rows_) {
-        post(peer, parcel, rows);
+void Outboxes::post_pieces(int64_t peer, const PackedView& parcel) {
+    if (parcel.rows <= parcel_rows_) {
+        post(peer, parcel);
         return;
     }
-    for (int64_t first = 0; first < rows; first += parcel_rows_) {
-        const int64_t last = std::min(first + parcel_rows_, rows);
-        post(peer, piece(parcel, first, last), last - first);
+    const py::object whole = parcel.object();
+    for (int64_t first = 0; first < parcel.rows; first += parcel_rows_) {
+        const int64_t last = std::min(first + parcel_rows_, parcel.rows);
+        post(peer, PackedView(piece(whole, first, last)));
     }
 }
 
-void Outboxes::post(int64_t peer, const py::object& parcel, int64_t rows) {
+void Outboxes::post(int64_t peer, const PackedView& parcel) {
     try {
-        call_method(transport_, attributes().post, py::int_(peer), parcel);
+        const py::object way = get(transport_, attributes().post), door = door_of(way, peer);
+        const Writer::Poster* poster = door ? Function<1, Writer::Poster>::of(door) : nullptr;
+        if (poster != nullptr) {
+            poster->post(parcel);
+        } else {
+            call(way, py::int_(peer), parcel.object());
+        }
     } catch (py::error_already_set& error) {
         if (!error.matches(attributes().peer_lost)) throw;
         return;  // whoever depends on it is told by `on_peer_lost`
     }
     ++sent_parcels;
-    bytes_to_[peer] += rows * row_bytes_;
+    bytes_to_[peer] += parcel.rows * row_bytes_;
 }
 
 void Outboxes::credit(int64_t peer, int64_t rows) {

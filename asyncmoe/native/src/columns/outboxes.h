@@ -47,8 +47,8 @@ class Outboxes {
 
     bool next(Box* box, Waiting* parcel);
     void flush(int64_t peer);
-    void post(int64_t peer, const py::object& parcel, int64_t rows);
-    void post_pieces(int64_t peer, const py::object& parcel, int64_t rows);
+    void post(int64_t peer, const PackedView& parcel);
+    void post_pieces(int64_t peer, const PackedView& parcel);
 
     const int64_t rank_, window_, parcel_rows_, row_bytes_;
     py::object transport_;

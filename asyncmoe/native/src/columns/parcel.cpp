@@ -44,6 +44,16 @@ PackedView::PackedView(const Prelude& head, py::object columns, py::object rows_
       pairs(head.pairs),
       credits(head.credits) {}
 
+PackedView::PackedView(int64_t stage, int64_t rows, py::object columns, py::object rows_of_it,
+                       int64_t credits)
+    : block(std::move(columns)),
+      payload(std::move(rows_of_it)),
+      kind(kCombine),
+      stage(stage),
+      rows(rows),
+      pairs(0),
+      credits(credits) {}
+
 py::object PackedView::object() const {
     if (packed) return packed;
     return make_parcel(static_cast<int>(kind), stage, rows, pairs, block, payload, credits);

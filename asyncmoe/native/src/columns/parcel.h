@@ -14,6 +14,9 @@ struct PackedView {
     explicit PackedView(py::handle parcel);
     // One that no Python object stands for yet.
     PackedView(const Prelude& head, py::object columns, py::object rows_of_it);
+    // Combine rows of an expert stage that no Python object stands for yet.
+    PackedView(int64_t stage, int64_t rows, py::object columns, py::object rows_of_it,
+               int64_t credits);
 
     // The Python object; made if there was none.
     py::object object() const;

@@ -48,8 +48,7 @@ py::tuple Taken::columns(py::handle local, py::ssize_t local_experts, bool per_e
     return expert_columns(parcels, local, local_experts, per_expert);
 }
 
-void Taken::read(py::handle held_rows) {
-    const auto held = writable<int64_t>(held_rows, "held_rows");
+void Taken::read(const Column<int64_t>& held) {
     std::vector<RowSegment> read;
     std::swap(read, segments);
     for (const RowSegment& each : read) held.at(each.source, "held_rows") -= each.parcel.rows;
@@ -265,7 +264,7 @@ PyObject* columns_of(PyObject* self, PyObject* arguments) {
 
 PyObject* read_all(PyObject* self, PyObject* held_rows) {
     return guarded([&]() -> PyObject* {
-        unboxed<Taken>(self).read(held_rows);
+        unboxed<Taken>(self).read(writable<int64_t>(held_rows, "held_rows"));
         return py::none().release().ptr();
     });
 }

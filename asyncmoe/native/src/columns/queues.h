@@ -40,7 +40,7 @@ struct Taken {
 
     py::list payloads() const;
     py::tuple columns(py::handle local, py::ssize_t local_experts, bool per_expert) const;
-    void read(py::handle held_rows);
+    void read(const Column<int64_t>& held_rows);
 
     int visit(visitproc visit, void* arg);
     void clear() { const std::vector<RowSegment> gone = std::move(segments); }

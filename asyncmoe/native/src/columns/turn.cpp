@@ -10,12 +10,9 @@
 namespace columns {
 namespace {
 
+constexpr size_t kMostUntold = 64;
+
 struct Attributes {
-    PyObject* const fill = PyUnicode_InternFromString("_fill");
-    PyObject* const done = PyUnicode_InternFromString("_done");
-    PyObject* const fail = PyUnicode_InternFromString("_break");
-    PyObject* const travel = PyUnicode_InternFromString("_travel");
-    PyObject* const timer_s = PyUnicode_InternFromString("_timer_s");
     PyObject* const prepare = PyUnicode_InternFromString("prepare");
     PyObject* const finish = PyUnicode_InternFromString("finish");
     PyObject* const row_count = PyUnicode_InternFromString("row_count");
@@ -49,12 +46,20 @@ double real(PyObject* number) {
     return value;
 }
 
-double seconds(const py::object& clock) { return real(call(clock).ptr()); }
-
 int64_t whole(PyObject* number) {
     const int64_t value = PyLong_AsLongLong(number);
     if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
     return value;
+}
+
+int64_t stage_of(const py::object& step) {
+    return ExpertStages::is_step(step.ptr()) ? ExpertStages::stage_of(step.ptr())
+                                             : whole(get(step, attributes().stage).ptr());
+}
+
+int64_t rows_of(const py::object& step) {
+    return ExpertStages::is_step(step.ptr()) ? ExpertStages::rows_of(step.ptr())
+                                             : whole(get(step, attributes().row_count).ptr());
 }
 
 void add(const Member& member, const py::object& to, double more) {
@@ -67,27 +72,34 @@ void add(const Member& member, const py::object& to, int64_t more) {
 
 }  // namespace
 
-void Turn::init(py::handle self, py::object executor, py::object policy, py::object stages) {
-    executor_ = executor;
+void Turn::init(py::handle self, const py::object& workings) {
     ender_ = self.attr("done");
-    stages_ = std::move(stages);
-    running_ = executor.attr("_running");
-    after_ = executor.attr("_after");
+    fill_ = workings.attr("fill");
+    done_ = workings.attr("done");
+    fail_ = workings.attr("fail");
+    travel_ = workings.attr("travel");
+    timer_s_ = workings.attr("timer_s");
+    stages_ = workings.attr("stages");
+    running_ = workings.attr("running");
+    after_ = workings.attr("after");
     append_ = running_.attr("append");
     popleft_ = running_.attr("popleft");
-    executed_ = executor.attr("_scheduler").attr("executed");
-    submit_ = executor.attr("_device").attr("submit");
-    clock_ = executor.attr("_times").attr("clock");
-    now_s_ = executor.attr("_loop").attr("time");
-    depth_ = executor.attr("_depth").cast<int64_t>();
-    queues_ = executor.attr("_queues").cast<std::shared_ptr<Queues>>();
+    executed_ = workings.attr("executed");
+    submit_ = workings.attr("submit");
+    clock_ = Clock(workings.attr("clock"));
+    now_s_ = Clock(workings.attr("now_s"));
+    depth_ = workings.attr("depth").cast<int64_t>();
+    queues_ = workings.attr("queues").cast<std::shared_ptr<Queues>>();
+    const py::object experts = workings.attr("experts");
+    if (!experts.is_none()) experts_ = std::make_shared<ExpertStages>(experts);
+    const py::object policy = workings.attr("policy");
     const auto max_rows = column<int64_t>(policy.attr("max_rows"), "max_rows");
     const auto min_rows = column<int64_t>(policy.attr("min_rows"), "min_rows");
     const auto linger_s = column<double>(policy.attr("linger_s"), "linger_s");
     const py::object kinds = py::module_::import("asyncmoe.stage").attr("Kind");
     const py::object attention = kinds.attr("ATTENTION");
-    const bool is_virtual = executor.attr("_device").attr("virtual").cast<bool>();
-    const py::object times = executor.attr("_times").attr("kinds");
+    const bool is_virtual = workings.attr("virtual").cast<bool>();
+    const py::object times = workings.attr("times");
     for (const py::handle kind : queues_->chain.attr("kinds")) {
         const int64_t stage = of_stage_.size();
         of_stage_.push_back({times[kind], !is_virtual && kind.is(attention),
@@ -99,20 +111,28 @@ void Turn::init(py::handle self, py::object executor, py::object policy, py::obj
 void Turn::close() {
     closed_ = true;
     stages_ = py::none();
+    experts_.reset();
 }
 
 int Turn::visit(visitproc visit, void* arg) {
-    for (const py::object* each : {&executor_, &stages_, &running_, &after_, &append_, &popleft_,
-                                   &executed_, &submit_, &ender_, &clock_, &now_s_}) {
+    for (const py::object* each :
+         {&fill_, &done_, &fail_, &travel_, &timer_s_, &stages_, &running_, &after_, &append_,
+          &popleft_, &submit_, &ender_, &executed_, &clock_.object(), &now_s_.object()}) {
         Py_VISIT(each->ptr());
     }
     for (const Stage& each : of_stage_) Py_VISIT(each.times.ptr());
-    return 0;
+    if (!experts_ || experts_.use_count() > 1) return 0;
+    int stopped = 0;
+    experts_->each_reference([&](const py::object& reference) {
+        if (stopped == 0 && reference.ptr() != nullptr) stopped = visit(reference.ptr(), arg);
+    });
+    return stopped;
 }
 
 void Turn::clear() {
     close();
-    for (py::object* each : {&executor_, &stages_, &ender_}) {
+    for (py::object* each :
+         {&fill_, &done_, &fail_, &travel_, &timer_s_, &submit_, &ender_, &executed_}) {
         const py::object gone = std::exchange(*each, py::none());
     }
 }
@@ -131,32 +151,37 @@ void Turn::attempt(F work) {
     py::error_already_set raised;
     if (!raised.matches(PyExc_Exception)) throw raised;
     const py::object value = raised.value();
-    call_method(executor_, attributes().fail, value);
+    const py::object fail = fail_;
+    call(fail, value);
 }
 
 void Turn::hear() {
     if (is_closed()) return;
     bell->rung = false;
-    attempt([this] { fill(); });
+    attempt([this] {
+        if (queues_->total != 0 && !is_full()) fill(clock_());
+    });
 }
 
-// See `Executor._fill`.
-void Turn::fill() {
-    while (!is_closed() && PyObject_Size(running_.ptr()) < depth_) {
-        if (queues_->total == 0) return;
-        const double begin_s = seconds(clock_);
+// See `Executor._fill`. `begin_s`: since when the work of the first batch counts.
+void Turn::fill(double begin_s) {
+    while (!is_closed() && !is_full() && queues_->total != 0) {
         const Choice choice = choose();
         if (choice.what == Choice::kWait) return;
         if (choice.what == Choice::kAsk) {
-            call_method(executor_, attributes().fill);
+            tell();
+            const py::object ask = fill_;
+            call(ask);
             return;
         }
         const py::object step = prepare(choice.stage);
         ++queues_->decision;
-        call(executed_, py::int_(choice.stage), get(step, attributes().row_count));
+        note(choice.stage, step);
         call(append_, step);
         call(submit_, step, ender_);
-        add(of_times().prepare_s, of_stage_[choice.stage].times, seconds(clock_) - begin_s);
+        const double end_s = clock_();
+        add(of_times().prepare_s, of_stage_[choice.stage].times, end_s - begin_s);
+        begin_s = end_s;
     }
 }
 
@@ -171,7 +196,7 @@ Turn::Choice Turn::choose() const {
         const int64_t rows = queues.rows[stage];
         bool may_run = rows >= of.min_rows;
         if (!may_run && rows > 0) {
-            if (!lingers) time_s = seconds(now_s_);
+            if (!lingers) time_s = now_s_();
             lingers = true;
             const double lingered_s = queues.oldest_s[stage] + of.linger_s;
             may_run = lingered_s <= time_s;
@@ -180,8 +205,7 @@ Turn::Choice Turn::choose() const {
         if (may_run && runnable++ == 0) first = stage;
     }
     if (runnable == 0) {
-        const bool is_timed =
-            !lingers || next_s >= real(get(executor_, attributes().timer_s).ptr());
+        const bool is_timed = !lingers || next_s >= real(call(timer_s_).ptr());
         return {is_timed ? Choice::kWait : Choice::kAsk};
     }
     const int64_t rows = queues.rows[first], most = of_stage_[first].max_rows;
@@ -191,12 +215,31 @@ Turn::Choice Turn::choose() const {
 }
 
 py::object Turn::prepare(int64_t stage) {
-    const py::int_ number(stage), most(of_stage_[stage].max_rows);
-    py::object step = call_method(stages_, attributes().prepare, number, most);
+    const int64_t most = of_stage_[stage].max_rows;
+    if (experts_ && experts_->has(stage)) {
+        const auto experts = experts_;
+        return experts->prepare(stage, most);
+    }
+    const py::int_ number(stage);
+    py::object step = call_method(stages_, attributes().prepare, number, py::int_(most));
     if (of_stage_[stage].travels && queues_->total == 0 && !computes()) {
-        step = call_method(executor_, attributes().travel, number, step);
+        step = call(travel_, number, step);
     }
     return step;
+}
+
+void Turn::note(int64_t stage, const py::object& step) {
+    if (executed_.is_none()) return;
+    untold_.emplace_back(stage, rows_of(step));
+    if (untold_.size() >= kMostUntold) tell();
+}
+
+// To tell the rule of many at once costs less than to run its cold code for each.
+void Turn::tell() {
+    std::vector<std::pair<int64_t, int64_t>> batches;
+    std::swap(batches, untold_);
+    const py::object executed = executed_;
+    for (const auto& [stage, rows] : batches) call(executed, py::int_(stage), py::int_(rows));
 }
 
 // See `Executor._done`.
@@ -204,95 +247,42 @@ void Turn::done(PyObject* result, PyObject* error, PyObject* compute_s) {
     if (is_closed()) return;
     if (error != Py_None || PyObject_Size(after_.ptr()) != 0 ||
         Py_TYPE(result) == reinterpret_cast<PyTypeObject*>(attributes().passed.ptr())) {
-        call_method(executor_, attributes().done, py::handle(result), py::handle(error),
-                    py::handle(compute_s));
+        attempt([this] { tell(); });
+        const py::object done = done_;
+        call(done, py::handle(result), py::handle(error), py::handle(compute_s));
         return;
     }
     const py::object step = call(popleft_);  // a device works in order
     attempt([&] {
-        finish(step, result, compute_s);
+        const double end_s = finish(step, result, compute_s);
         if (computes()) {
             bell->ring();
         } else {  // before anything else that waits for the loop: the device is idle
-            fill();
+            fill(end_s);
         }
     });
 }
 
-void Turn::finish(const py::object& step, PyObject* result, PyObject* compute_s) {
-    const double begin_s = seconds(clock_);
-    const int64_t stage = whole(get(step, attributes().stage).ptr());
+// Returns when it was over, by the clock.
+double Turn::finish(const py::object& step, PyObject* result, PyObject* compute_s) {
+    const double begin_s = clock_();
+    const int64_t stage = stage_of(step);
     if (stage < 0 || stage >= static_cast<int64_t>(of_stage_.size())) {
         throw py::index_error("no such stage");
     }
-    const py::object& times = of_stage_[stage].times;
+    const py::object times = of_stage_[stage].times;
     add(of_times().batches, times, int64_t{1});
-    add(of_times().rows, times, whole(get(step, attributes().row_count).ptr()));
+    add(of_times().rows, times, rows_of(step));
     add(of_times().compute_s, times, real(compute_s));
-    call_method(stages_, attributes().finish, step, py::handle(result));
-    add(of_times().finish_s, times, seconds(clock_) - begin_s);
-}
-
-namespace {
-
-Turn& turn_of(PyObject* self) { return unboxed<Turn>(self); }
-
-int init(PyObject* self, PyObject* arguments, PyObject*) {
-    return guarded([&] {
-        PyObject *executor, *policy, *stages;
-        if (!PyArg_ParseTuple(arguments, "OOO", &executor, &policy, &stages)) {
-            throw py::error_already_set();
-        }
-        const auto given = [](PyObject* object) {
-            return py::reinterpret_borrow<py::object>(object);
-        };
-        turn_of(self).init(given(self), given(executor), given(policy), given(stages));
-        return 0;
-    });
-}
-
-PyObject* hear(PyObject* self, PyObject*) {
-    return guarded([&]() -> PyObject* {
-        turn_of(self).hear();
-        return py::none().release().ptr();
-    });
-}
-
-PyObject* done(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
-    return guarded([&]() -> PyObject* {
-        if (count != 3) throw py::type_error("done takes a result, an error and seconds");
-        turn_of(self).done(arguments[0], arguments[1], arguments[2]);
-        return py::none().release().ptr();
-    });
-}
-
-PyObject* open(PyObject* self, PyObject* bell) {
-    return guarded([&]() -> PyObject* {
-        turn_of(self).bell = py::handle(bell).cast<std::shared_ptr<Bell>>();
-        return py::none().release().ptr();
-    });
-}
-
-PyObject* close(PyObject* self, PyObject*) {
-    return guarded([&]() -> PyObject* {
-        turn_of(self).close();
-        return py::none().release().ptr();
-    });
-}
-
-PyMethodDef methods[] = {
-    {"hear", hear, METH_NOARGS, nullptr},
-    {"done", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(done)), METH_FASTCALL, nullptr},
-    {"open", open, METH_O, nullptr},
-    {"close", close, METH_NOARGS, nullptr},
-    {},
-};
-
-}  // namespace
-
-void bind_turn(py::module_& m) {
-    add_box<Turn>(m, "asyncmoe.native._columns.Turn",
-                  {{Py_tp_methods, methods}, {Py_tp_init, reinterpret_cast<void*>(init)}}, 0, true);
+    if (experts_ && ExpertStages::is_step(step.ptr())) {
+        const auto experts = experts_;
+        experts->finish(step.ptr(), py::reinterpret_borrow<py::object>(result));
+    } else {
+        call_method(stages_, attributes().finish, step, py::handle(result));
+    }
+    const double end_s = clock_();
+    add(of_times().finish_s, times, end_s - begin_s);
+    return end_s;
 }
 
 }  // namespace columns

@@ -3,23 +3,28 @@
 #pragma once
 
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "bell.h"
 #include "boxed.h"
+#include "clock.h"
+#include "expert_stages.h"
 #include "queues.h"
 
 namespace columns {
 
 struct Turn {
-    // `executor`: an `Executor` whose rule is work-conserving and not synchronous. It does itself
-    // whatever is not as usual. `self`: what this is the value of.
-    void init(py::handle self, py::object executor, py::object policy, py::object stages);
+    // `workings`: the `Workings` of an executor whose rule is work-conserving and not synchronous.
+    // What is not as usual is left to it. `self`: what this is the value of.
+    void init(py::handle self, const py::object& workings);
 
     // The bell has rung.
     void hear();
     // The device is done with the batch that it was given first.
     void done(PyObject* result, PyObject* error, PyObject* compute_s);
+    // Expert batches go through the executor's stages from now on, like all others.
+    void watch() { experts_.reset(); }
     // Nothing is done any more, and the stages are let go.
     void close();
 
@@ -42,16 +47,24 @@ struct Turn {
 
     template <typename F>
     void attempt(F work);
-    void fill();
+    void fill(double begin_s);
     Choice choose() const;
     py::object prepare(int64_t stage);
-    void finish(const py::object& step, PyObject* result, PyObject* compute_s);
+    double finish(const py::object& step, PyObject* result, PyObject* compute_s);
+    void note(int64_t stage, const py::object& step);
+    void tell();
     bool computes() const { return PyObject_Size(running_.ptr()) != 0; }
+    bool is_full() const { return PyObject_Size(running_.ptr()) >= depth_; }
     bool is_closed() const { return closed_ || !bell; }
 
-    py::object executor_, stages_, running_, after_, append_, popleft_, executed_, submit_, ender_,
-        clock_, now_s_;
+    py::object fill_, done_, fail_, travel_, timer_s_;  // the executor's ways
+    py::object stages_, running_, after_, append_, popleft_, submit_, ender_;
+    py::object executed_;  // of the rule; None: it takes no note
+    // Batches that the rule has not been told of: (stage, rows). It looks at them when it chooses.
+    std::vector<std::pair<int64_t, int64_t>> untold_;
+    Clock clock_, now_s_;
     std::shared_ptr<Queues> queues_;
+    std::shared_ptr<const ExpertStages> experts_;  // null: `stages_` has all
     std::vector<Stage> of_stage_;
     int64_t depth_ = 0;
     bool closed_ = false;

@@ -50,8 +50,12 @@ bool consistent(const uint8_t* block, py::ssize_t rows, py::ssize_t pairs, int64
 }
 
 bool all_local(py::handle block, py::ssize_t rows, py::ssize_t pairs, py::handle local) {
+    return all_local(block, rows, pairs, column<int64_t>(local, "local"));
+}
+
+bool all_local(py::handle block, py::ssize_t rows, py::ssize_t pairs,
+               const Column<const int64_t>& index) {
     const Bytes bytes(block);
-    const auto index = column<int64_t>(local, "local");
     if (!is_dispatch(bytes.size(), rows, pairs)) return false;
     const Dispatch<const uint8_t> columns(bytes.data(), rows, pairs);
     for (py::ssize_t i = 0; i < pairs; ++i) {

@@ -13,5 +13,7 @@ bool consistent(const uint8_t* block, py::ssize_t rows, py::ssize_t pairs, int64
 
 // Whether every row of a dispatch block has experts, all of them with an index in `local`.
 bool all_local(py::handle block, py::ssize_t rows, py::ssize_t pairs, py::handle local);
+bool all_local(py::handle block, py::ssize_t rows, py::ssize_t pairs,
+               const Column<const int64_t>& local);
 
 }  // namespace columns

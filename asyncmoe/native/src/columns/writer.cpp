@@ -15,6 +15,12 @@ namespace {
 constexpr int kMostPieces = 64;
 constexpr size_t kLongBytes = 256 << 10;  // see reader.cpp
 
+void check_memory(const Outbound::Frame& frame) {
+    if (frame.payload.data == nullptr && frame.payload.size != 0) {
+        throw py::value_error("a payload that is not contiguous host memory");
+    }
+}
+
 }  // namespace
 
 Writer::Writer(int fd, py::object on_full, py::object on_fault)
@@ -30,26 +36,40 @@ void Writer::send(py::handle buffers, py::object on_sent) {
 py::object Writer::post(std::shared_ptr<Outbound> outbound, py::handle parcel) {
     const bool was_idle = idle();
     Outbound::Frame frame = outbound->frame(parcel);
-    if (frame.payload.data == nullptr && frame.payload.size != 0) {
-        throw py::value_error("a payload that is not contiguous host memory");
-    }
+    check_memory(frame);
     py::object posted = outbound->number(&frame);
-    const py::bytes head = encoded(frame);
-    add(head, reinterpret_cast<const uint8_t*>(PyBytes_AS_STRING(head.ptr())),
-        static_cast<size_t>(PyBytes_GET_SIZE(head.ptr())));
-    add(frame.payload.owner, frame.payload.data, frame.payload.size);
+    add(frame);
     marks_.push_back({queued_, posted, std::move(outbound)});
     begin(was_idle);
     return posted;
 }
 
+void Writer::send_parcel(Outbound* outbound, const PackedView& parcel) {
+    const bool was_idle = idle();
+    Outbound::Frame frame = outbound->frame(parcel);
+    check_memory(frame);
+    outbound->count(&frame);
+    add(frame);
+    begin(was_idle);
+}
+
 py::object Writer::poster(std::shared_ptr<Outbound> outbound, py::object link) {
-    return function<1>([writer = shared_from_this(), outbound = std::move(outbound),
-                        link = std::move(link)](PyObject* const* arguments) {
-        static PyObject* const error = PyUnicode_InternFromString("error");
-        if (!get(link, error).is_none()) link.attr("check")();
-        return writer->post(outbound, arguments[0]);
-    });
+    return function<1>(Poster{shared_from_this(), std::move(outbound), std::move(link)});
+}
+
+py::object Writer::Poster::operator()(PyObject* const* arguments) const {
+    check();
+    return writer->post(outbound, arguments[0]);
+}
+
+void Writer::Poster::post(const PackedView& parcel) const {
+    check();
+    writer->send_parcel(outbound.get(), parcel);
+}
+
+void Writer::Poster::check() const {
+    static PyObject* const error = PyUnicode_InternFromString("error");
+    if (!get(link, error).is_none()) link.attr("check")();
 }
 
 py::object Writer::repeater(py::bytes frame) {
@@ -86,6 +106,13 @@ void Writer::add(const py::object& owner, const uint8_t* data, size_t size) {
     piece.size = size;
     pieces_.push_back(piece);
     queued_ += size;
+}
+
+void Writer::add(const Outbound::Frame& frame) {
+    const py::bytes head = encoded(frame);
+    add(head, reinterpret_cast<const uint8_t*>(PyBytes_AS_STRING(head.ptr())),
+        static_cast<size_t>(PyBytes_GET_SIZE(head.ptr())));
+    add(frame.payload.owner, frame.payload.data, frame.payload.size);
 }
 
 void Writer::drop_front() {

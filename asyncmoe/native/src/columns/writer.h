@@ -18,6 +18,21 @@ class Writer : public std::enable_shared_from_this<Writer> {
     // See the twin.
     void send(py::handle buffers, py::object on_sent);
     py::object post(std::shared_ptr<Outbound> outbound, py::handle parcel);
+    // The same for who asks no more about it.
+    void send_parcel(Outbound* outbound, const PackedView& parcel);
+
+    // What `poster` gives, as compiled code calls it.
+    struct Poster {
+        py::object operator()(PyObject* const* arguments) const;
+        void post(const PackedView& parcel) const;
+
+        std::shared_ptr<Writer> writer;
+        std::shared_ptr<Outbound> outbound;
+        py::object link;
+
+      private:
+        void check() const;
+    };
     py::object poster(std::shared_ptr<Outbound> outbound, py::object link);
     py::object repeater(py::bytes frame);
     bool write(int most);
@@ -41,6 +56,7 @@ class Writer : public std::enable_shared_from_this<Writer> {
 
     void add(py::handle buffer);
     void add(const py::object& owner, const uint8_t* data, size_t size);
+    void add(const Outbound::Frame& frame);
     void drop_front();
     void begin(bool was_idle);
     py::ssize_t give();

@@ -1,0 +1,37 @@
+// A clock of Python's: `time.thread_time`, by which ranks count, is read without calling it.
+#pragma once
+
+#include <time.h>
+
+#include <utility>
+
+#include "names.h"
+
+namespace columns {
+
+class Clock {
+  public:
+    explicit Clock(py::object clock = py::none())
+        : clock_(std::move(clock)),
+          is_thread_time_(clock_.is(py::module_::import("time").attr("thread_time"))) {}
+
+    // Now, in seconds. Raises what the clock raises.
+    double operator()() const {
+        timespec now;
+        if (is_thread_time_ && clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now) == 0) {
+            return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+        }
+        const double now_s = PyFloat_AsDouble(call(clock_).ptr());
+        if (now_s == -1.0 && PyErr_Occurred()) throw py::error_already_set();
+        return now_s;
+    }
+
+    py::object& object() { return clock_; }
+    const py::object& object() const { return clock_; }
+
+  private:
+    py::object clock_;
+    bool is_thread_time_;
+};
+
+}  // namespace columns

@@ -1,0 +1,99 @@
+"""What a compiled turn of the executor leaves out, and that nobody can tell."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from asyncmoe import native
+from asyncmoe.devices.cpu import CpuDevice
+from asyncmoe.scheduler import QueueView, Scheduler, SchedulerContext, SchedulerParameters
+from asyncmoe.steps import ExpertStep
+from tests import toymodel
+from tests.cluster import Cluster, cluster
+from tests.test_engine_toy import SMALL
+from tests.test_executor import bench, twin  # noqa: F401 - a fixture
+
+
+class Diary(Scheduler):
+    """Takes note of all that it hears."""
+
+    work_conserving = True
+    heard: list[object]
+
+    def __init__(self, context: SchedulerContext, parameters: SchedulerParameters) -> None:
+        super().__init__(context, parameters)
+        type(self).heard = []
+
+    def choose(self, view: QueueView) -> int | None:
+        self.heard.append("choose")
+        return int(view.runnable.argmax())
+
+    def executed(self, stage: int, rows: int) -> None:
+        self.heard.append((stage, rows))
+
+
+async def test_a_rule_hears_of_all_batches_in_order_before_it_chooses() -> None:
+    async with bench(Diary) as b:
+        for rows in (1, 2, 3):  # no choice: it is not asked
+            b.put(2, chunks=rows)
+            await b.until(lambda rows=rows: len(b.log) == rows)  # type: ignore[misc]
+        b.put(4)
+        b.put(2)
+        await b.until(lambda: len(b.log) == 5)
+        b.put(0)
+        b.put(4)
+        await b.until(lambda: len(b.log) == 7)
+    told = [(2, 1), (2, 2), (2, 3), "choose", (2, 1)]
+    assert Diary.heard[: len(told)] == told
+    assert Diary.heard.count("choose") >= 2
+    assert Diary.heard[Diary.heard.index((0, 1)) - 1] == "choose"
+    assert (4, 1) in Diary.heard[5 : Diary.heard.index((0, 1))]
+
+
+async def test_a_rule_is_not_left_without_news_for_ever() -> None:
+    async with bench(Diary) as b:
+        for count in range(1, 70):
+            b.put(2)
+            await b.until(lambda count=count: len(b.log) == count)  # type: ignore[misc]
+        assert len(Diary.heard) >= 64
+
+
+def finished(engine: Cluster) -> list[Any]:
+    """The steps that rank 0's stages finish from now on."""
+    seen: list[Any] = []
+    stages: Any = engine.ranks[0].executor._stages
+    inner = stages.finish
+
+    def record(step: Any, result: Any) -> None:
+        seen.append(step)
+        inner(step, result)
+
+    stages.finish = record
+    return seen
+
+
+@pytest.mark.parametrize("watched", [False, True])
+async def test_expert_batches_pass_python_by_unless_somebody_watches(
+    watched: bool,
+) -> None:
+    if native.columns is None:
+        pytest.skip("of the compiled turn")
+    async with cluster(2, toymodel.checkpoint(), **SMALL) as engine:
+        if watched:
+            engine.ranks[0].executor.watch()
+        seen = finished(engine)
+        await engine.ended(engine.submit([1, 2, 3], home=1, max_tokens=5))
+        assert any(isinstance(step, ExpertStep) for step in seen) is watched
+
+
+async def test_work_of_a_submitter_is_heard_of_on_its_loop() -> None:
+    device, loop = CpuDevice(1), asyncio.get_running_loop()
+    heard: asyncio.Future[list[Any]] = loop.create_future()
+    device.submitter()(lambda: 3, lambda *end: heard.set_result([*end, asyncio.get_running_loop()]))
+    result, error, compute_s, where = await heard
+    await device.close()
+    assert (result, error, where) == (3, None, loop)
+    assert 0 <= compute_s < 5
