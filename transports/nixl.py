@@ -29,12 +29,14 @@ from asyncmoe.errors import ConfigError, ProtocolError
 from asyncmoe.lease import Lease
 from asyncmoe.link import Link
 from asyncmoe.linked import LinkedTransport, Peer
+from asyncmoe.reach import Reach
 from asyncmoe.transport import ParcelClass, Receiver, TransportContext
 from asyncmoe.transports.matched import Gate
 from asyncmoe.transports.nixl_agent import Agent, NixlError
 from asyncmoe.transports.nixl_courier import Courier
 from asyncmoe.transports.nixl_memory import Arena
 from asyncmoe.transports.nixl_peer import NixlPeer
+from asyncmoe.transports.nixl_reach import NixlReach
 from asyncmoe.transports.nixl_wire import RECORD_BYTES, Place, decode_head, encode_place
 from asyncmoe.transports.shm import geometry_of, whole_option
 from asyncmoe.transports.ucx_config import check_environment
@@ -127,6 +129,9 @@ class NixlTransport(LinkedTransport):
             arena.retire()
         self._arenas.clear()
 
+    def _reach(self) -> Reach:
+        return NixlReach(self.context.bind_host, self.context.options.get("advertise_host"))
+
     async def _meet(self, sock: socket.socket, peer: int) -> tuple[Place, Arena, Any]:
         assert self._agent is not None
         if peer in self._arenas:
@@ -160,9 +165,8 @@ class NixlTransport(LinkedTransport):
         assert self._courier is not None
         assert self._agent is not None
         del self._arenas[link.peer]  # the peer's from now on
-        device = self._agent.source_device
         return NixlPeer(
-            self, link, generation, receiver, self._geometry, self._courier, device, *met
+            self, link, generation, receiver, self._geometry, self._courier, self._agent, *met
         )
 
     def _quarantined(self, peer: Peer, leases: Sequence[Lease]) -> None:

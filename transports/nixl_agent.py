@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
-import ipaddress
 import logging
 import os
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -21,8 +21,10 @@ import torch
 
 from asyncmoe import native
 from asyncmoe.errors import AsyncMoeError, ProtocolError
+from asyncmoe.link import Link
 from asyncmoe.transports.nixl_memory import Sources, Span
-from asyncmoe.transports.nixl_sending import Batch, Place, Places
+from asyncmoe.transports.nixl_reach import is_loopback
+from asyncmoe.transports.nixl_sending import Batch, Place, Places, Sending
 
 _MODULES = ("nixl_cu12", "nixl_cu13", "nixl")  # the last one chooses among the others
 _BACKEND = "UCX"
@@ -59,6 +61,12 @@ _FAILURES = Exception
 
 class NixlError(AsyncMoeError):
     """The library refused or failed; the message is its own."""
+
+
+# Writes the next batch and does all that is due behind it: returns the bytes of that, or None if
+# there is nothing. What is not done by then is left to the caller: the batch, with what
+# `Agent.under_way` takes, or with None if it is empty or too large.
+Express = Callable[[], "int | tuple[Any, tuple[Any, object] | None] | None"]
 
 
 class Write:
@@ -98,6 +106,9 @@ class Agent:
                 self._register(_EVERYWHERE)
                 self._sources, self.source_device = None, _EVERYWHERE.device
                 self._quick = self._quick_library()
+        self._get_notes: Any = self._agent.get_new_notifs
+        if self._quick is not None:
+            self._get_notes = self._quick.notes
         self._stages: list[torch.Tensor] = []  # that no write reads
         self._stuck: list[Write] = []  # given up, but the library would not let go of them
 
@@ -165,16 +176,29 @@ class Agent:
         return write
 
     def _write_quickly(self, peer: str, batch: Any) -> Write:
-        write = Write()
         try:
             left = self._quick.write(peer, batch)
         except _FAILURES as error:
             raise NixlError(f"NIXL cannot write: {error}") from error
-        if left is None:
-            write.done = True
-            return write
-        handle, trouble = left
-        write.handle = self._handle(self._agent.agent, handle)
+        if left is not None:
+            return self.under_way(batch, *left)
+        write = Write()
+        write.done = True
+        return write
+
+    def express(self, peer: str, sending: Any, link: Link, most: int) -> Express | None:
+        """What writes the next batch of `sending` at agent `peer`, and its frames to `link`, if
+        both are compiled and sources may be read as they are. See `Express`."""
+        if self._quick is None or isinstance(sending, Sending):
+            return None
+        express: Express = self._quick.writer(peer, sending, link, most)
+        return express
+
+    def under_way(self, batch: Any, handle: Any, trouble: object) -> Write:
+        """The write of `batch` that `Express` has begun, and what went wrong or None."""
+        write = Write()
+        if handle is not None:
+            write.handle = self._handle(self._agent.agent, handle)
         write.kept = batch.payloads
         if trouble is not None:
             self.give_up(write)
@@ -226,7 +250,7 @@ class Agent:
         if self._stuck:
             self._stuck = [write for write in self._stuck if not self._let_go(write)]
         try:
-            notes: dict[str, list[bytes]] = self._agent.get_new_notifs()
+            notes: dict[str, list[bytes]] = self._get_notes()
         except _FAILURES as error:
             raise NixlError(f"NIXL does not listen: {error}") from error
         return notes
@@ -235,7 +259,8 @@ class Agent:
         """End it, with everything that is under way. Idempotent."""
         for write in self._stuck:
             self._let_go(write)
-        self._agent = self._quick = None  # its threads, sockets and registrations end with it
+        # Its threads, sockets and registrations end with it.
+        self._agent = self._quick = self._get_notes = None
 
     def _finish(self, write: Write) -> None:
         write.done = True
@@ -336,11 +361,7 @@ def _parameters(one_machine: bool) -> dict[str, str]:
 
 def _on_one_machine(bind_host: str) -> bool:
     """Whether all peers must be here, and nobody has chosen a network device for them."""
-    try:
-        loopback = ipaddress.ip_address(bind_host).is_loopback
-    except ValueError:
-        loopback = bind_host == "localhost"
-    return loopback and "UCX_NET_DEVICES" not in os.environ
+    return is_loopback(bind_host) and "UCX_NET_DEVICES" not in os.environ
 
 
 def _text(name: str | bytes) -> str:

@@ -16,10 +16,10 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from asyncmoe.errors import ProtocolError
-from asyncmoe.transports.nixl_agent import Agent, NixlError, Write
+from asyncmoe.transports.nixl_agent import Agent, Express, NixlError, Write
 from asyncmoe.transports.nixl_sending import BATCH_BYTES, Batch
 
 _BATCH_COST_BYTES = 128 << 10  # what a write takes beside its bytes, as bytes
@@ -36,6 +36,7 @@ class Client(Protocol):
 
     agent: str  # its agent's name
     copies: bool  # whether the library copied the last large write to it inline
+    express: Express | None  # what takes over for `next_batch` where it is there
 
     @property
     def waits(self) -> bool:
@@ -207,26 +208,44 @@ class Courier:
                 self._turn = self._loop.call_soon(self._work)
                 break
             client = self._ready[0]
-            batch = client.next_batch() if client.agent in self._clients else None
-            if batch is None:
+            nbytes = self._serve(client) if client.agent in self._clients else None
+            if nbytes is None:
                 self._ready.popleft()
                 continue
             self._ready.rotate(-1)  # the others are next
-            left -= batch.nbytes + _BATCH_COST_BYTES
-            if not batch.nbytes:
-                client.begun(batch)
-                client.written_out(batch)
-            elif batch.nbytes > BATCH_BYTES and client.copies:
-                self._send_away(client, batch)
-            else:
-                self._write(client, batch)
+            left -= nbytes + _BATCH_COST_BYTES
         self.look()  # before the next turn, which writes to what has come back
         self._plan(self._loop.time())  # somebody may wait now who did not before
 
-    def _write(self, client: Client, batch: Batch) -> None:
-        assert self._agent is not None
+    def _serve(self, client: Client) -> int | None:
+        """Write what it has next: the bytes of that, or None if there is nothing."""
+        begun = None
+        if client.express is None:
+            batch = client.next_batch()
+        else:
+            left = client.express()
+            if not isinstance(left, tuple):
+                if left is not None:
+                    self._sign_of_life(self._loop.time())
+                return left
+            batch, begun = left
+        if batch is None:
+            return None
+        if not batch.nbytes:
+            client.begun(batch)
+            client.written_out(batch)
+        elif batch.nbytes > BATCH_BYTES and client.copies:
+            self._send_away(client, batch)
+        else:
+            self._write(client, batch, begun)
+        return batch.nbytes
+
+    def _write(self, client: Client, batch: Batch, begun: tuple[Any, object] | None) -> None:
+        """Write it, unless that was `begun`."""
+        agent = self._agent
+        assert agent is not None
         try:
-            write = self._agent.write(client.agent, batch)
+            write = agent.under_way(batch, *begun) if begun else agent.write(client.agent, batch)
         except NixlError as error:
             client.fail(str(error))
         else:

@@ -17,7 +17,7 @@ from asyncmoe.transports.nixl_agent import Agent, NixlError
 from asyncmoe.transports.nixl_courier import Courier
 from asyncmoe.transports.nixl_memory import Arena
 from asyncmoe.transports.nixl_receiving import make_receiving
-from asyncmoe.transports.nixl_sending import Batch, Sending, make_sending
+from asyncmoe.transports.nixl_sending import BATCH_BYTES, Batch, Sending, make_sending
 from asyncmoe.transports.nixl_wire import (
     NoteKind,
     Place,
@@ -46,7 +46,7 @@ class NixlPeer(Peer):
         receiver: Receiver,
         geometry: Geometry,
         courier: Courier,
-        source_device: int,
+        here: Agent,
         place: Place,
         arena: Arena,
         registered: Any,
@@ -57,6 +57,8 @@ class NixlPeer(Peer):
         self.greeted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._self = transport.context.rank
         self._generation, self._courier = generation, courier
+        self._written = encode_note(NoteKind.WRITTEN, generation)  # how notifications begin
+        self._freed = encode_note(NoteKind.FREED, generation)
         self._arena, self._registered = arena, registered
         compiled = not is_plain(self.inbound)
         self._receiving = make_receiving(
@@ -68,9 +70,10 @@ class NixlPeer(Peer):
             geometry,
             place.address,
             generation,
-            source_device,
+            here.source_device,
             compiled and place.kind == "DRAM",
         )
+        self.express = here.express(self.agent, self._sending, link, BATCH_BYTES)
         self._due = 0  # as the courier counts
         self._tell: asyncio.Handle | None = None  # of `_tell_freed`
         self._tells_soon = False  # namely in the next turn
@@ -128,22 +131,20 @@ class NixlPeer(Peer):
 
     def on_note(self, note: bytes) -> None:
         """See `Client`."""
-        if note_generation(note) != self._generation:
-            _LOG.warning("rank %d: a notification that is not rank %d's", self._self, self.rank)
-            return
-        kind = note[2]
-        if kind == NoteKind.WRITTEN:
+        if note.startswith(self._freed):
+            self._sending.on_freed(note)
+            if self._sending.waits:
+                self._courier.ready(self)
+        elif note.startswith(self._written):
             try:
                 self._receiving.on_written(note)
             finally:
                 self._count_due()
             self._look_whether_whole()
-        elif kind == NoteKind.FREED:
-            self._sending.on_freed(note)
-            if self._sending.waits:
-                self._courier.ready(self)
-        else:
+        elif note_generation(note) == self._generation:
             self._greeted_or_whole(decode_note(note)[0])
+        else:
+            _LOG.warning("rank %d: a notification that is not rank %d's", self._self, self.rank)
 
     def _greeted_or_whole(self, kind: int) -> None:
         if kind == NoteKind.WHOLE:
@@ -244,6 +245,7 @@ class NixlPeer(Peer):
 
     def _fail_sources(self, error: PeerLost) -> None:
         def part(agent: Agent) -> None:
+            self.express = None  # which refers to the link, and lets go of what it keeps
             self.outbound.fail(error)
             try:
                 agent.withdraw(self._registered)
