@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -187,6 +188,44 @@ class Model(ABC):
             local: int64 [experts] local index of each expert.
         """
         return self.experts(layer, x, pair_batch(experts, weights, local))
+
+    def through(
+        self,
+        layers: range,
+        x: Tensor,
+        batch: RowBatch,
+        cache: Cache,
+        local: Sequence[Tensor],
+        wanted: Callable[[], bool],
+    ) -> tuple[Tensor, Sequence[float]]:
+        """Stages A and E of consecutive MoE layers whose experts are all here, at least one.
+
+        Equal to `attention` and `local_experts` of one layer after the other, bit for bit.
+
+        Args:
+            x: [rows, hidden], the merged residual of the first layer.
+            local: per MoE layer, see `local_experts`.
+            wanted: is asked before every layer but the first, and ends it there when true.
+
+        Returns:
+            The merged residual [rows, hidden] behind the layers passed, and seconds of compute of
+            each of their stages, A and E in turn.
+        """
+        clock = time.perf_counter
+        seconds: list[float] = []
+        begin_s = clock()
+        for layer in layers:
+            if seconds and wanted():
+                break
+            routed = self.attention(layer, x, batch, cache)
+            middle_s = clock()
+            x = routed.residual + self.local_experts(
+                layer, routed.hidden, routed.experts, routed.weights, local[layer]
+            )
+            end_s = clock()
+            seconds += middle_s - begin_s, end_s - middle_s
+            begin_s = end_s
+        return x, seconds
 
     @abstractmethod
     def finish(self, x: Tensor, batch: RowBatch, cache: Cache) -> Tensor:

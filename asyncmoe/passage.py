@@ -53,23 +53,19 @@ class Passage:
         return self.first.row_count
 
     def __call__(self) -> Passed:
-        first, model, clock = self.first, self.first.model, time.perf_counter
-        stages: list[tuple[int, float]] = []
-        begin_s = clock()
+        first, clock = self.first, time.perf_counter
+        enter_s = clock()
         x = first.entering()
-        for layer in range(first.layer, self.end):
-            routed = model.attention(layer, x, first.rows.batch, first.cache)
-            middle_s = clock()
-            x = routed.residual + model.local_experts(
-                layer, routed.hidden, routed.experts, routed.weights, self.local[layer]
-            )
-            end_s = clock()
-            stages += (2 * layer, middle_s - begin_s), (2 * layer + 1, end_s - middle_s)
-            begin_s = end_s
-            if layer + 1 < self.end and self.wanted():
-                return self._leave(layer + 1, x, stages)
-        if self.head is None:
-            return self._leave(self.end, x, stages)
+        begin_s = clock()
+        x, seconds = first.model.through(
+            range(first.layer, self.end), x, first.rows.batch, first.cache, self.local, self.wanted
+        )
+        stages = list(enumerate(seconds, 2 * first.layer))
+        stages[0] = first.stage, seconds[0] + begin_s - enter_s
+        end = first.layer + len(seconds) // 2
+        if self.head is None or end < self.end:
+            return self._leave(end, x, stages)
+        begin_s = clock()
         sampled = self.head.of(x)
         stages.append((self.head.stage, clock() - begin_s))
         return Passed(None, sampled, stages)

@@ -7,7 +7,7 @@ A family says what is special about it in a `Blueprint`. One that needs another 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -21,6 +21,12 @@ from asyncmoe.models.blueprint import Blueprint, ExpertNames
 from asyncmoe.models.hfconfig import ConfigReader
 from asyncmoe.models.layers.attention import Attention, AttentionSpec, make_mixer
 from asyncmoe.models.layers.experts import Experts, make_experts
+from asyncmoe.models.layers.homelayer import (
+    HomeLayer,
+    WholeLayers,
+    make_home_layer,
+    make_whole_layers,
+)
 from asyncmoe.models.layers.linear import ACTIVATIONS, GatedMlp, Linear
 from asyncmoe.models.layers.norm import RmsNorm
 from asyncmoe.models.layers.paged import PagedBatch
@@ -37,6 +43,7 @@ class DecoderLayer:
     mlp_norm: RmsNorm
     router: SoftmaxRouter | None
     mlp: GatedMlp | None
+    compiled: HomeLayer | None = None  # all but the MLP in one call, where there is a router
 
     @property
     def nbytes(self) -> int:
@@ -89,6 +96,7 @@ class Decoder(Model):
             self._build_experts(layer, plan.experts[i]) for i, layer in enumerate(spec.moe_layers)
         ]
         self._layers: list[DecoderLayer] = []
+        self._whole: WholeLayers | None = None
         self._bytes = sum(experts.nbytes for experts in self._experts)
         if plan.attention:
             self._build_home()
@@ -158,17 +166,25 @@ class Decoder(Model):
         self._layers = [self._build_layer(layer) for layer in range(blueprint.layers)]
         self._bytes += self._head.nbytes + self._final_norm.nbytes + self._rotary.nbytes
         self._bytes += sum(layer.nbytes for layer in self._layers)
+        # A subclass may have stages of its own.
+        own = type(self)
+        if own.attention is Decoder.attention and own.local_experts is Decoder.local_experts:
+            moe_only = len(self._experts) == len(self._layers)
+            homes = [layer.compiled for layer in self._layers] if moe_only else []
+            self._whole = make_whole_layers(homes, self._experts if moe_only else [])
 
     def _build_layer(self, layer: int) -> DecoderLayer:
         at = f"model.layers.{layer}"
         moe = layer in self.spec.moe_layers
-        return DecoderLayer(
-            self._norm(f"{at}.input_layernorm"),
-            self._build_attention(f"{at}.self_attn"),
-            self._norm(f"{at}.post_attention_layernorm"),
-            self._build_router(f"{at}.{self._blueprint.names.block}.gate") if moe else None,
-            None if moe else self._mlp(f"{at}.mlp", ExpertNames()),
-        )
+        norm = self._norm(f"{at}.input_layernorm")
+        attention = self._build_attention(f"{at}.self_attn")
+        mlp_norm = self._norm(f"{at}.post_attention_layernorm")
+        if not moe:
+            mlp = self._mlp(f"{at}.mlp", ExpertNames())
+            return DecoderLayer(norm, attention, mlp_norm, None, mlp)
+        router = self._build_router(f"{at}.{self._blueprint.names.block}.gate")
+        compiled = make_home_layer(norm, attention, mlp_norm, router)
+        return DecoderLayer(norm, attention, mlp_norm, router, None, compiled)
 
     def _build_attention(self, at: str) -> Attention:
         blueprint = self._blueprint
@@ -218,6 +234,8 @@ class Decoder(Model):
         paged, angles = PagedBatch(batch), self._rotary.angles(batch)
         x = self._dense(range(first, moe_layers[layer]), x, angles, paged, cache)
         last = self._layers[moe_layers[layer]]
+        if last.compiled is not None:
+            return last.compiled(x, angles, paged, cache[moe_layers[layer]])
         mixed = last.attention(last.attention_norm(x), angles, paged, cache[moe_layers[layer]])
         x, hidden = last.mlp_norm.of_sum(x, mixed)
         assert last.router is not None
@@ -231,6 +249,21 @@ class Decoder(Model):
         self, layer: int, x: Tensor, experts: Tensor, weights: Tensor, local: Tensor
     ) -> Tensor:
         return self._experts[layer].routed(x, experts, weights, local)
+
+    def through(
+        self,
+        layers: range,
+        x: Tensor,
+        batch: RowBatch,
+        cache: Cache,
+        local: Sequence[Tensor],
+        wanted: Callable[[], bool],
+    ) -> tuple[Tensor, Sequence[float]]:
+        whole = self._whole
+        if whole is None:
+            return super().through(layers, x, batch, cache, local, wanted)
+        paged, angles = PagedBatch(batch), self._rotary.angles(batch)
+        return whole(layers, x, angles, paged, cache, local, wanted)
 
     def finish(self, x: Tensor, batch: RowBatch, cache: Cache) -> Tensor:
         layers = range(self.spec.moe_layers[-1] + 1, self.spec.decoder_layers)

@@ -4,6 +4,8 @@ Arrays are addresses (`Tensor.data_ptr()`), which the caller has checked and kee
 strides are in elements. Nothing here holds the GIL while it computes.
 """
 
+from collections.abc import Callable
+
 def set_threads(threads: int) -> None: ...
 def isa() -> str: ...
 def isas() -> list[str]: ...
@@ -147,3 +149,47 @@ class Router:
         round: bool,
     ) -> None: ...
     def __call__(self, x: int, rows: int, experts: int, weights: int) -> None: ...
+
+class HomeLayer:
+    def __init__(
+        self,
+        norm: int,
+        norm_eps: float,
+        qkv: Linear,
+        attention: AttentionLayer,
+        out: Linear,
+        router_norm: int,
+        router_norm_eps: float,
+        router: Router,
+    ) -> None: ...
+    def __call__(
+        self,
+        rows: PagedRows,
+        x: int,
+        angle: int,
+        keys: int,
+        values: int,
+        blocks: int,
+        angles: int,
+        angle_rows: int,
+        residual: int,
+        hidden: int,
+        experts: int,
+        weights: int,
+    ) -> None: ...
+
+class Layers:
+    def __init__(self) -> None: ...
+    def add(self, home: HomeLayer, experts: Experts) -> None: ...
+    def __call__(
+        self,
+        rows: PagedRows,
+        x: int,
+        angle: int,
+        first: int,
+        count: int,
+        memory: int,
+        wanted: Callable[[], bool],
+        out: int,
+        seconds: int,
+    ) -> int: ...

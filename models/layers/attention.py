@@ -95,7 +95,7 @@ class CompiledMixer(Mixer):
         self._dtype, self._kernels = dtype, kernels
         self._sinks = None if spec.sinks is None else spec.sinks.float().contiguous()
         vector_norm = spec.vector_norm or (None, None)
-        self._layer = kernels.AttentionLayer(
+        self.kernel = kernels.AttentionLayer(
             bf16=dtype is torch.bfloat16,
             heads=spec.heads,
             kv_heads=spec.kv_heads,
@@ -122,27 +122,35 @@ class CompiledMixer(Mixer):
     def __call__(
         self, qkv: Tensor, angles: Angles, batch: PagedBatch, cache: Mapping[str, Tensor]
     ) -> Tensor:
-        rows, row = batch.count, angles.row
+        rows = batch.count
         if (
             qkv.dtype is not self._dtype
             or not qkv.is_contiguous()
             or qkv.shape != (rows, self._width)
-            or (row is not None and not _is_column(row, rows))
         ):
-            raise ValueError("q, k, v or positions do not fit the layer and the batch")
-        store = self._store
+            raise ValueError("q, k and v do not fit the layer and the batch")
+        angle, store = self.memory(angles, batch, cache)
+        out = qkv.new_empty((rows, self._mixed))
+        self.kernel(batch.compiled(self._kernels), qkv.data_ptr(), angle, out.data_ptr(), *store)
+        return out
+
+    def memory(
+        self, angles: Angles, batch: PagedBatch, cache: Mapping[str, Tensor]
+    ) -> tuple[int, tuple[int, int, int, int, int]]:
+        """What the kernel is told of the batch's angles, and of the cache and the rotary table.
+
+        Raises `ValueError` if they do not fit the layer and the batch.
+        """
+        row, store = angles.row, self._store
+        if row is not None and not _is_column(row, batch.count):
+            raise ValueError("positions do not fit the batch")
         if store is None or not store.holds(cache["k"], cache["v"], angles.table):
             self._store = store = _Store(
                 self.spec, self._dtype, cache["k"], cache["v"], angles.table
             )
         if store.block_tokens != batch.rows.block_tokens:
             raise ValueError(f"blocks of {store.block_tokens} tokens, not as in the batch")
-        out = qkv.new_empty((rows, self._mixed))
-        self._layer(
-            batch.compiled(self._kernels), qkv.data_ptr(), 0 if row is None else row.data_ptr(),
-            out.data_ptr(), *store.addresses,
-        )  # fmt: skip
-        return out
+        return 0 if row is None else row.data_ptr(), store.addresses
 
 
 class _Store:

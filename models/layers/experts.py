@@ -56,6 +56,7 @@ class CompiledExperts(Experts):
         quantize: bool,
     ) -> None:
         count, hidden, width = down.shape
+        self.kernels = kernels
         self.round_products = round_products
         self._dtype, self._count, self._hidden = down.dtype, count, hidden
         stored = torch.int8 if quantize else down.dtype
@@ -65,7 +66,7 @@ class CompiledExperts(Experts):
             self._gate_up.set(expert, torch.split(gate_up[expert], width))
             self._down.set(expert, [down[expert]])
         self.nbytes = self._gate_up.nbytes + self._down.nbytes
-        self._kernel = kernels.Experts(
+        self.kernel = kernels.Experts(
             storage=self._down.storage,
             gate_up=self._gate_up.data.data_ptr(),
             gate_up_scales=self._gate_up.scales_ptr,
@@ -90,7 +91,7 @@ class CompiledExperts(Experts):
         if not good or len(counts) != self._count:
             raise ValueError(f"not an expert batch for {self._count} experts")
         out = torch.empty((out_rows, self._hidden), dtype=self._dtype)
-        self._kernel(
+        self.kernel(
             x.data_ptr(), len(x), x.stride(0), pairs, row.data_ptr(), weight.data_ptr(),
             counts.data_ptr(), gather.data_ptr(), out_rows, gather_width, out.data_ptr(),
         )  # fmt: skip
@@ -104,7 +105,7 @@ class CompiledExperts(Experts):
         if not good or weights.shape != experts.shape or len(x) != rows:
             raise ValueError("not a router's choice for these rows")
         out = torch.empty((rows, self._hidden), dtype=self._dtype)
-        self._kernel.routed(
+        self.kernel.routed(
             x.data_ptr(), rows, x.stride(0), experts.data_ptr(), weights.data_ptr(), top_k,
             local.data_ptr(), len(local), out.data_ptr(),
         )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,11 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._product(x)
+
+    @property
+    def kernel(self) -> Any:
+        """The compiled layer; None: torch multiplies."""
+        return self._product.kernel
 
     @property
     def plain_weight(self) -> Tensor | None:

@@ -59,6 +59,7 @@ class Product(ABC):
     """x [rows, in] -> x W^T + b [rows, out], rounded to the weight's dtype, in `out_dtype`."""
 
     packed: bool  # the weight's rows cannot be read any more
+    kernel: Any = None  # the compiled layer, where it is one
     nbytes: int
 
     @abstractmethod
@@ -90,7 +91,7 @@ class CompiledProduct(Product):
         if bias is not None:
             self._bias = functional.pad(bias.float(), (0, -self._out % PANEL))
         self.nbytes = self._weights.nbytes + (0 if self._bias is None else self._bias.nbytes)
-        self._kernel = kernels.Linear(
+        self.kernel = kernels.Linear(
             storage=self._weights.storage,
             weight=self._weights.data.data_ptr(),
             scales=self._weights.scales_ptr,
@@ -108,7 +109,7 @@ class CompiledProduct(Product):
             raise ValueError(f"rows of {inputs} elements; the weight takes {self._in}")
         x = kernel_rows(x, self._dtype)
         y = torch.empty((rows, self._out), dtype=self._out_dtype)
-        self._kernel(x.data_ptr(), rows, x.stride(0), y.data_ptr())
+        self.kernel(x.data_ptr(), rows, x.stride(0), y.data_ptr())
         return y
 
 

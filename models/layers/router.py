@@ -37,7 +37,7 @@ class SoftmaxRouter:
         self.top_k = top_k
         self.renormalise, self.round_to = renormalise, round_to
         self._dtype, self._hidden = weight.dtype, weight.shape[1]
-        self._kernel: Any = None
+        self.kernel: Any = None  # None: the router runs on torch
         kernels = kernels_for(weight) if round_to in (None, torch.bfloat16, weight.dtype) else None
         if kernels is None:
             self._gate = Linear(weight, bias, pack=pack)
@@ -50,7 +50,7 @@ class SoftmaxRouter:
         self._bias = torch.full((columns,), -torch.inf)
         self._bias[:experts] = 0.0 if bias is None else bias
         self.nbytes = self._columns.nbytes + self._bias.nbytes
-        self._kernel = kernels.Router(
+        self.kernel = kernels.Router(
             bf16=weight.dtype is torch.bfloat16,
             gate=self._columns.data_ptr(),
             bias=self._bias.data_ptr(),
@@ -64,7 +64,7 @@ class SoftmaxRouter:
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [rows, hidden] -> (experts int64 [rows, k], weights float32 [rows, k])."""
-        if self._kernel is None:
+        if self.kernel is None:
             return self._on_torch(x)
         rows, hidden = x.shape
         if x.dtype is not self._dtype or hidden != self._hidden or not x.is_contiguous():
@@ -72,7 +72,7 @@ class SoftmaxRouter:
         # numpy makes small arrays in half the time
         experts = torch.from_numpy(np.empty((rows, self.top_k), np.int64))
         weights = torch.from_numpy(np.empty((rows, self.top_k), np.float32))
-        self._kernel(x.data_ptr(), rows, experts.data_ptr(), weights.data_ptr())
+        self.kernel(x.data_ptr(), rows, experts.data_ptr(), weights.data_ptr())
         return experts, weights
 
     def _on_torch(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,8 @@ weight becomes 127: weight = scale * int8, to half a step.
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.nn import functional
 
 PANEL = 16  # outputs
 _STORAGE = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # as in packed.h
+_LARGE_PAGE = 1 << 21  # bytes
 _QUANTISED_ROWS = 4096  # at a time, so that no float32 copy of a large weight is made
 
 
@@ -28,6 +31,24 @@ def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
         out.copy_((values / scale.clamp_min(torch.finfo(scale.dtype).tiny)[:, None]).round_())
         scales.append(scale)
     return whole, torch.cat(scales)
+
+
+def weight_memory(nbytes: int) -> Tensor:
+    """uint8 [nbytes] of zeros, in large pages where the system has them.
+
+    A decode step reads all of a large weight: with small pages the addresses of thousands of them
+    would have to be looked up each time.
+    """
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    if advice is None or nbytes < _LARGE_PAGE:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+    memory = mmap.mmap(-1, nbytes + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    first = -whole.data_ptr() % _LARGE_PAGE
+    with contextlib.suppress(OSError):  # of a kernel without large pages
+        # None that is not full: memory in use is what is asked for.
+        memory.madvise(advice, first, nbytes // _LARGE_PAGE * _LARGE_PAGE)
+    return whole.narrow(0, first, nbytes)
 
 
 class PackedWeights:
@@ -50,7 +71,7 @@ class PackedWeights:
         self._kernels, self._dtype, self._parts = kernels, dtype, parts
         self._panels = -(-out // PANEL)
         layer_bytes = parts * kernels.packed_bytes(self.storage, out, inputs)
-        self.data = torch.empty((count, layer_bytes), dtype=torch.uint8)
+        self.data = weight_memory(count * layer_bytes).view(count, layer_bytes)
         self._scales: Tensor | None = None
         if dtype is torch.int8:
             self._scales = torch.zeros((count, self._panels, parts, PANEL))

@@ -139,32 +139,7 @@ void check_blocks(const PagedRows& rows, int64_t blocks) {
               "a cache_index is not in the cache");
 }
 
-struct LayerObject {
-    AttentionLayer layer;
-    bool bf16;
-
-    void operator()(const PagedRows& rows, uintptr_t qkv, uintptr_t angle, uintptr_t out,
-                    uintptr_t keys, uintptr_t values, int64_t blocks, uintptr_t angles,
-                    int64_t angle_rows) const {
-        AttentionCall call{layer,
-                           rows,
-                           pointer<void>(qkv),
-                           pointer<const void>(angles),
-                           pointer<void>(keys),
-                           pointer<void>(values),
-                           pointer<void>(out)};
-        call.rows.angle = pointer<const int64_t>(angle);
-        check(call.rows.angle != nullptr || angle_rows == rows.rows, "angles");
-        for (int64_t i = 0; call.rows.angle != nullptr && i < rows.rows; ++i)
-            check(0 <= call.rows.angle[i] && call.rows.angle[i] < angle_rows,
-                  "a position is beyond the rotary table");
-        check_blocks(rows, blocks);
-        if (bf16) attend<Bf16>(call);
-        else attend<float>(call);
-    }
-};
-
-LayerObject make_layer(bool bf16, int heads, int kv_heads, int dim, int rotated, int64_t window,
+AttentionKernel make_layer(bool bf16, int heads, int kv_heads, int dim, int rotated, int64_t window,
                        float scale, float clip, float eps, uintptr_t q_norm, uintptr_t k_norm,
                        uintptr_t head_norm, uintptr_t sinks) {
     if (heads <= 0 || kv_heads <= 0 || heads % kv_heads != 0 || dim <= 0 || dim % 8 != 0 ||
@@ -177,6 +152,20 @@ LayerObject make_layer(bool bf16, int heads, int kv_heads, int dim, int rotated,
 }
 
 }  // namespace
+
+void AttentionKernel::operator()(PagedRows rows, const int64_t* angle, void* qkv, void* out,
+                                 const AttentionStore& store) const {
+    rows.angle = angle;
+    check(angle != nullptr || store.angle_rows == rows.rows, "angles");
+    for (int64_t i = 0; angle != nullptr && i < rows.rows; ++i)
+        check(0 <= angle[i] && angle[i] < store.angle_rows,
+              "a position is beyond the rotary table");
+    check_blocks(rows, store.blocks);
+    const AttentionCall call{layer, rows, qkv, store.angles, store.keys, store.values, out};
+    if (bf16) attend<Bf16>(call);
+    else attend<float>(call);
+}
+
 }  // namespace asyncmoe
 
 void bind_attention(py::module_& m) {
@@ -185,14 +174,22 @@ void bind_attention(py::module_& m) {
         .def(py::init(&make_rows), py::arg("rows"), py::arg("segments"), py::arg("decode_rows"),
              py::arg("cache_index"), py::arg("query_start"), py::arg("context_len"),
              py::arg("block_table"), py::arg("table_width"), py::arg("block_tokens"));
-    py::class_<LayerObject>(m, "AttentionLayer", "The constants of one layer's attention.")
+    py::class_<AttentionKernel>(m, "AttentionLayer", "The constants of one layer's attention.")
         .def(py::init(&make_layer), py::arg("bf16"), py::arg("heads"), py::arg("kv_heads"),
              py::arg("dim"), py::arg("rotated"), py::arg("window"), py::arg("scale"),
              py::arg("clip"), py::arg("eps"), py::arg("q_norm"), py::arg("k_norm"),
              py::arg("head_norm"), py::arg("sinks"))
-        .def("__call__", &LayerObject::operator(), py::arg("rows"), py::arg("qkv"),
-             py::arg("angle"), py::arg("out"), py::arg("keys"), py::arg("values"),
-             py::arg("blocks"), py::arg("angles"), py::arg("angle_rows"),
+        .def("__call__",
+             [](const AttentionKernel& kernel, const PagedRows& rows, uintptr_t qkv,
+                uintptr_t angle, uintptr_t out, uintptr_t keys, uintptr_t values, int64_t blocks,
+                uintptr_t angles, int64_t angle_rows) {
+                 kernel(rows, pointer<const int64_t>(angle), pointer<void>(qkv),
+                        pointer<void>(out),
+                        {pointer<void>(keys), pointer<void>(values), blocks,
+                         pointer<const void>(angles), angle_rows});
+             },
+             py::arg("rows"), py::arg("qkv"), py::arg("angle"), py::arg("out"), py::arg("keys"),
+             py::arg("values"), py::arg("blocks"), py::arg("angles"), py::arg("angle_rows"),
              py::call_guard<py::gil_scoped_release>(),
              "Norms and rotates q and k, writes K and V to the cache, attends; qkv is changed.");
 }

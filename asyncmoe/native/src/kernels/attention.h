@@ -40,6 +40,26 @@ struct AttentionCall {
     void* out;  // [rows, heads, dim]
 };
 
+// What a call finds where the layers of a stage share it.
+struct AttentionStore {
+    void* keys;  // as in AttentionCall
+    void* values;
+    int64_t blocks;
+    const void* angles;
+    int64_t angle_rows;
+};
+
+// A layer with the dtype of its rows, cache and angles: bfloat16 or float32.
+struct AttentionKernel {
+    AttentionLayer layer;
+    bool bf16;
+
+    // qkv [rows, row_width], which is changed -> out [rows, heads * dim].
+    // Throws std::out_of_range for an index that is not in the cache or the angles.
+    void operator()(PagedRows rows, const int64_t* angle, void* qkv, void* out,
+                    const AttentionStore& store) const;
+};
+
 // Consecutive rows of one prefill segment that attend together.
 struct PrefillTile {
     int64_t segment, first, rows;  // `first` row of the batch

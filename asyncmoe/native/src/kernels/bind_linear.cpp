@@ -109,7 +109,7 @@ void bind_linear(py::module_& m) {
                  experts(layer, at<void>(x), rows, stride,
                          {pairs, at<int64_t>(row), at<float>(weight), at<int64_t>(counts),
                           at<int64_t>(gather), out_rows, gather_width},
-                         reinterpret_cast<void*>(out));
+                         nullptr, reinterpret_cast<void*>(out));
              },
              py::arg("x"), py::arg("rows"), py::arg("stride"), py::arg("pairs"), py::arg("row"),
              py::arg("weight"), py::arg("counts"), py::arg("gather"), py::arg("out_rows"),
@@ -121,7 +121,7 @@ void bind_linear(py::module_& m) {
                  routed_experts(layer, at<void>(x), rows, stride,
                                 {at<int64_t>(experts), at<float>(weights), k, at<int64_t>(local),
                                  ids},
-                                reinterpret_cast<void*>(out));
+                                nullptr, reinterpret_cast<void*>(out));
              },
              py::arg("x"), py::arg("rows"), py::arg("stride"), py::arg("experts"),
              py::arg("weights"), py::arg("k"), py::arg("local"), py::arg("ids"), py::arg("out"),

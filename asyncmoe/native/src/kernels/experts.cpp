@@ -92,7 +92,7 @@ void run(ExpertsCall& call, int64_t active) {
 }  // namespace
 
 void experts(const ExpertsLayer& layer, const void* x, int64_t rows, int64_t stride,
-             const Pairs& pairs, void* out) {
+             const Pairs& pairs, const void* residual, void* out) {
     check(layer, rows, pairs);
     Workspace& space = Workspace::mine();
     ActiveExpert* active = space.active.take<ActiveExpert>(layer.experts);
@@ -111,6 +111,7 @@ void experts(const ExpertsLayer& layer, const void* x, int64_t rows, int64_t str
     call.inner = space.inner.take<char>(pairs.count * call.inner_stride);
     call.output_stride = down.panels() * kPanel;
     call.outputs = space.outputs.take<float>(pairs.count * call.output_stride);
+    call.residual = residual;
     call.out = out;
     const int64_t found = find_active(layer, pairs, active);
     if (layer.bf16) run<Bf16>(call, found);
@@ -118,7 +119,7 @@ void experts(const ExpertsLayer& layer, const void* x, int64_t rows, int64_t str
 }
 
 void routed_experts(const ExpertsLayer& layer, const void* x, int64_t rows, int64_t stride,
-                    const Choice& choice, void* out) {
+                    const Choice& choice, const void* residual, void* out) {
     Workspace& space = Workspace::mine();
     const int64_t count = rows * choice.k;
     // Counts of experts, their next free places, rows of pairs, places of pairs.
@@ -147,7 +148,8 @@ void routed_experts(const ExpertsLayer& layer, const void* x, int64_t rows, int6
         weight[place] = choice.weights[i];
         gather[i] = place;
     }
-    experts(layer, x, rows, stride, {count, row, weight, counts, gather, rows, choice.k}, out);
+    const Pairs pairs{count, row, weight, counts, gather, rows, choice.k};
+    experts(layer, x, rows, stride, pairs, residual, out);
 }
 
 void gated(Activation activation, bool bf16, const void* x, int64_t rows, int64_t width,

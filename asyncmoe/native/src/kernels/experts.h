@@ -30,10 +30,12 @@ struct Pairs {
     int64_t out_rows, gather_width;
 };
 
-// x [rows, hidden], `stride` elements from one row to the next -> out [out_rows, hidden].
+// x [rows, hidden], `stride` elements from one row to the next -> out [out_rows, hidden], to which
+// `residual`, if it is not null, of the same shape and maybe the same memory, is added after `out`
+// would have been rounded.
 // Throws std::invalid_argument if an index in `pairs` is out of its range.
 void experts(const ExpertsLayer& layer, const void* x, int64_t rows, int64_t stride,
-             const Pairs& pairs, void* out);
+             const Pairs& pairs, const void* residual, void* out);
 
 // What a router chose: k experts of each row, by ids of which `local` gives the index here.
 struct Choice {
@@ -47,7 +49,7 @@ struct Choice {
 // The same for rows all of whose experts are here -> out [rows, hidden].
 // Throws std::invalid_argument for an expert that is not.
 void routed_experts(const ExpertsLayer& layer, const void* x, int64_t rows, int64_t stride,
-                    const Choice& choice, void* out);
+                    const Choice& choice, const void* residual, void* out);
 
 // x [rows, 2 * width] -> act(gate) * up [rows, width], rounded as torch rounds it.
 void gated(Activation activation, bool bf16, const void* x, int64_t rows, int64_t width, void* out);

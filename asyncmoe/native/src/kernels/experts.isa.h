@@ -84,7 +84,8 @@ void down_task(const ExpertsCall& call, int task) {
 // The sum of one output row's parts, in float32. Missing parts are left out rather than multiplied
 // by zero, which would let a NaN through.
 template <class T>
-ASYNCMOE_INLINE void combine_row(const ExpertsCall& call, const int64_t* gather, T* out) {
+ASYNCMOE_INLINE void combine_row(const ExpertsCall& call, const int64_t* gather, const T* residual,
+                                 T* out) {
     const int64_t hidden = call.layer.down.columns;
     for (int64_t column = 0; column < hidden; column += kWidth) {
         V sum{};
@@ -97,8 +98,13 @@ ASYNCMOE_INLINE void combine_row(const ExpertsCall& call, const int64_t* gather,
                 sum = sum + rounded<T, kWidth>(output * rounded<T, kWidth>(weight));
             else sum = sum + output * weight;
         }
-        if (hidden - column >= kWidth) store<kWidth>(out + column, sum);
-        else store_some<kWidth>(out + column, sum, (int)(hidden - column));
+        const int left = (int)(hidden - column);
+        if (residual != nullptr)
+            sum = rounded<T, kWidth>(sum) + (left >= kWidth
+                                                 ? load<kWidth>(residual + column)
+                                                 : load_some<kWidth>(residual + column, left));
+        if (left >= kWidth) store<kWidth>(out + column, sum);
+        else store_some<kWidth>(out + column, sum, left);
     }
 }
 
@@ -107,9 +113,12 @@ void combine_task(const ExpertsCall& call, int task) {
     const int64_t first = task * call.combine_rows;
     int64_t end = first + call.combine_rows;
     if (end > call.pairs.out_rows) end = call.pairs.out_rows;
-    for (int64_t row = first; row < end; ++row)
+    for (int64_t row = first; row < end; ++row) {
+        const int64_t at = row * call.layer.down.columns;
         combine_row<T>(call, call.pairs.gather + row * call.pairs.gather_width,
-                       (T*)call.out + row * call.layer.down.columns);
+                       call.residual == nullptr ? nullptr : (const T*)call.residual + at,
+                       (T*)call.out + at);
+    }
 }
 
 template <class T>

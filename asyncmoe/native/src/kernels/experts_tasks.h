@@ -22,6 +22,7 @@ struct ExpertsCall {
     PreparedRows inner_rows;  // the same, for `down`
     float* outputs;        // [pairs, output_stride]
     int64_t output_stride;
+    const void* residual;  // [out_rows, hidden], added to `out`; null: nothing is
     void* out;
     int64_t gate_up_panels, down_panels;  // of a task
     int64_t combine_rows;                 // of a task

@@ -12,6 +12,7 @@ namespace py = pybind11;
 void bind_norm(py::module_& m);
 void bind_attention(py::module_& m);
 void bind_router(py::module_& m);
+void bind_layers(py::module_& m);
 void bind_isa(py::module_& m);
 void bind_linear(py::module_& m);
 
@@ -24,4 +25,5 @@ PYBIND11_MODULE(_kernels, m) {
     bind_norm(m);
     bind_attention(m);
     bind_router(m);
+    bind_layers(m);
 }

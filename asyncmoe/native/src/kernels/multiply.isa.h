@@ -99,12 +99,14 @@ using ProductsOfBf16 = Bf16Pairs;
 using ProductsOfBf16 = Bf16Weights;
 #endif
 
-// What is fetched ahead of its use: a cache line holds the units of a step or two.
+// What is fetched ahead of its use: a cache line holds the units of a step or two. At the end of a
+// tile's panels that is the beginning of those of the next tile, which most often follows.
 constexpr int64_t kAheadBytes = 2048;
 
 // ROWS rows times PANELS panels, `panel` units from one to the next -> out [PANELS][kTileRows][16].
+// The panels have `left` steps, of which `steps` are taken.
 template <class W, int ROWS, int PANELS>
-ASYNCMOE_INLINE void tile(const typename W::X* const* rows, int64_t steps,
+ASYNCMOE_INLINE void tile(const typename W::X* const* rows, int64_t steps, int64_t left,
                           const typename W::Unit* w, int64_t panel, typename W::Out* out) {
     constexpr int kPlanes = W::kPlanes, kSums = PANELS * kVectors;
     using Units = decltype(W::load_units(w));
@@ -112,12 +114,16 @@ ASYNCMOE_INLINE void tile(const typename W::X* const* rows, int64_t steps,
     const typename W::X* x[ROWS];
     for (int r = 0; r < ROWS; ++r) x[r] = rows[r];
     typename W::Sum sums[ROWS][kSums] = {};
+    constexpr int64_t kAhead = kAheadBytes / (int64_t)sizeof(*w);
+    const int64_t last = left - kAhead / kPanel;  // the first step that is near the panels' end
+    int64_t ahead = last < 0 ? kAhead + (PANELS - 1) * panel : kAhead;
     for (int64_t step = 0; step < steps; ++step, w += kPanel) {
+        if (step == last) ahead += (PANELS - 1) * panel;
         const auto units = [&](int s) {
             return W::load_units(w + s / kVectors * panel + s % kVectors * kWidth);
         };
         for (int p = 0; p < PANELS; ++p)
-            __builtin_prefetch(w + p * panel + kAheadBytes / (int64_t)sizeof(*w));
+            __builtin_prefetch(w + p * panel + ahead);
         if constexpr (ROWS == kTileRows) {  // registers hold the units of a step
             Units held[kSums];
             for (int s = 0; s < kSums; ++s) held[s] = units(s);
@@ -150,26 +156,27 @@ ASYNCMOE_INLINE void tile(const typename W::X* const* rows, int64_t steps,
 }
 
 template <class W, int ROWS, int PANELS>
-void multiply_panels(const typename W::X* const* rows, int64_t steps, const typename W::Unit* w,
-                     int64_t panel, int panels, typename W::Out* out) {
+void multiply_panels(const typename W::X* const* rows, int64_t steps, int64_t left,
+                     const typename W::Unit* w, int64_t panel, int panels,
+                     typename W::Out* out) {
     int done = 0;
     for (; done + PANELS <= panels; done += PANELS)
-        tile<W, ROWS, PANELS>(rows, steps, w + done * panel, panel,
+        tile<W, ROWS, PANELS>(rows, steps, left, w + done * panel, panel,
                               out + done * kTileRows * kPanel);
     if constexpr (PANELS > 1) {
         if (done < panels)
-            multiply_panels<W, ROWS, PANELS / 2>(rows, steps, w + done * panel, panel,
+            multiply_panels<W, ROWS, PANELS / 2>(rows, steps, left, w + done * panel, panel,
                                                  panels - done, out + done * kTileRows * kPanel);
     }
 }
 
 template <class W, int ROWS = kTileRows>
-void multiply_rows(const typename W::X* const* rows, int count, int64_t steps,
+void multiply_rows(const typename W::X* const* rows, int count, int64_t steps, int64_t left,
                    const typename W::Unit* w, int64_t panel, int panels, typename W::Out* out) {
     if (count == ROWS)
-        multiply_panels<W, ROWS, panels_at_once(ROWS)>(rows, steps, w, panel, panels, out);
+        multiply_panels<W, ROWS, panels_at_once(ROWS)>(rows, steps, left, w, panel, panels, out);
     else if constexpr (ROWS > 1)
-        multiply_rows<W, ROWS - 1>(rows, count, steps, w, panel, panels, out);
+        multiply_rows<W, ROWS - 1>(rows, count, steps, left, w, panel, panels, out);
 }
 
 template <class W>
@@ -177,8 +184,9 @@ void multiply_as(const void* const* rows, int count, const Packed& weight, const
                  int panels, float* out) {
     const typename W::X* typed[kTileRows];
     for (int r = 0; r < count; ++r) typed[r] = (const typename W::X*)rows[r];
-    multiply_rows<W>(typed, count, weight.steps(), (const typename W::Unit*)w,
-                     weight.steps() * kPanel, panels, out);
+    const int64_t steps = weight.steps();
+    multiply_rows<W>(typed, count, steps, steps, (const typename W::Unit*)w, steps * kPanel, panels,
+                     out);
 }
 
 // Block by block: sums of whole numbers, times the rows' scales, are added up in float32.
@@ -191,7 +199,7 @@ void multiply_int8(const void* const* rows, int count, const Packed& weight, con
         const int64_t first = block * kBlockSteps, left = steps - first;
         const int32_t* pairs[kTileRows];
         for (int r = 0; r < count; ++r) pairs[r] = (const int32_t*)rows[r] + blocks + first;
-        multiply_rows<Int8Weights>(pairs, count, left < kBlockSteps ? left : kBlockSteps,
+        multiply_rows<Int8Weights>(pairs, count, left < kBlockSteps ? left : kBlockSteps, left,
                                    (const int16_t*)w + first * kPanel, steps * kPanel, panels,
                                    whole);
         for (int p = 0; p < panels; ++p)

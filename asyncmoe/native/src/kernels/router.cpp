@@ -1,4 +1,5 @@
-// Routing: softmax over the gate's logits, the k largest, their weights.
+#include "router.h"
+
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
@@ -15,16 +16,6 @@
 #include "scratch.h"
 
 namespace asyncmoe {
-
-struct RouteCall {
-    const void* x;      // [rows, hidden]
-    const float* gate;  // [hidden, columns]
-    const float* bias;  // [columns]; -inf for the columns past the experts
-    int hidden, columns, experts, top_k;
-    bool renormalise, round;  // `round` the weights to bfloat16
-    int64_t* chosen;          // [rows, top_k]
-    float* weights;           // [rows, top_k]
-};
 
 constexpr float kLog2e = 1.44269504f;
 
@@ -100,20 +91,6 @@ void route(const RouteCall& call, int64_t rows) {
         Pool::mine().run(tasks, body);
 }
 
-struct Router {
-    RouteCall call;
-    bool bf16;
-
-    void operator()(uintptr_t x, int64_t rows, uintptr_t chosen, uintptr_t weights) const {
-        RouteCall full = call;
-        full.x = reinterpret_cast<const void*>(x);
-        full.chosen = reinterpret_cast<int64_t*>(chosen);
-        full.weights = reinterpret_cast<float*>(weights);
-        if (bf16) route<Bf16>(full, rows);
-        else route<float>(full, rows);
-    }
-};
-
 Router make_router(bool bf16, uintptr_t gate, uintptr_t bias, int hidden, int columns, int experts,
                    int top_k, bool renormalise, bool round) {
     if (hidden <= 0 || columns % 8 != 0 || experts > columns || top_k < 1 || top_k > experts)
@@ -124,6 +101,16 @@ Router make_router(bool bf16, uintptr_t gate, uintptr_t bias, int hidden, int co
 }
 
 }  // namespace
+
+void Router::operator()(const void* x, int64_t rows, int64_t* chosen, float* weights) const {
+    RouteCall full = call;
+    full.x = x;
+    full.chosen = chosen;
+    full.weights = weights;
+    if (bf16) route<Bf16>(full, rows);
+    else route<float>(full, rows);
+}
+
 }  // namespace asyncmoe
 
 void bind_router(py::module_& m) {
@@ -132,7 +119,13 @@ void bind_router(py::module_& m) {
         .def(py::init(&asyncmoe::make_router), py::arg("bf16"), py::arg("gate"), py::arg("bias"),
              py::arg("hidden"), py::arg("columns"), py::arg("experts"), py::arg("top_k"),
              py::arg("renormalise"), py::arg("round"))
-        .def("__call__", &Router::operator(), py::arg("x"), py::arg("rows"), py::arg("experts"),
-             py::arg("weights"), py::call_guard<py::gil_scoped_release>(),
+        .def("__call__",
+             [](const Router& router, uintptr_t x, int64_t rows, uintptr_t experts,
+                uintptr_t weights) {
+                 router(reinterpret_cast<const void*>(x), rows,
+                        reinterpret_cast<int64_t*>(experts), reinterpret_cast<float*>(weights));
+             },
+             py::arg("x"), py::arg("rows"), py::arg("experts"), py::arg("weights"),
+             py::call_guard<py::gil_scoped_release>(),
              "x [rows, hidden] -> experts int64 and weights float32, both [rows, top_k].");
 }

@@ -96,7 +96,8 @@ void append_products(Storage storage, std::vector<float>& results) {
     const int64_t counts[kExperts] = {2, kRows - 2};
     std::vector<X> out(kRows * kColumns);
     experts(experts_layer, x.data(), kRows, kInputs,
-            {kRows, row.data(), weights.data(), counts, gather.data(), kRows, 1}, out.data());
+            {kRows, row.data(), weights.data(), counts, gather.data(), kRows, 1}, nullptr,
+            out.data());
     for (const X& value : out) {
         uint32_t bits = 0;
         std::memcpy(reinterpret_cast<char*>(&bits) + 4 - sizeof(X), &value, sizeof(X));

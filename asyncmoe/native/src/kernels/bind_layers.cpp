@@ -1,0 +1,141 @@
+// Whole decoder layers in one call: what Python does between small kernels takes a decode step of
+// one row longer than the kernels themselves.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <chrono>
+#include <cstdint>
+#include <stdexcept>
+#include <vector>
+
+#include "experts.h"
+#include "homelayer.h"
+#include "scratch.h"
+
+namespace py = pybind11;
+
+namespace asyncmoe {
+namespace {
+
+template <class T>
+T* at(uintptr_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+double now_s() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
+        .count();
+}
+
+// What a layer of a passage finds in memory, as Python passes it: a row of int64s.
+struct LayerMemory {
+    int64_t keys, values, blocks, angles, angle_rows;  // of `AttentionStore`
+    int64_t local, ids;                                // of `Choice`
+
+    AttentionStore store() const {
+        return {at<void>(keys), at<void>(values), blocks, at<const void>(angles), angle_rows};
+    }
+};
+
+struct PassageLayer {
+    HomeLayer home;
+    ExpertsLayer experts;
+};
+
+struct Layers {
+    std::vector<PassageLayer> all;
+
+    void add(const HomeLayer& home, const ExpertsLayer& experts) {
+        if (home.hidden() != experts.gate_up.inputs || home.bf16() != experts.bf16)
+            throw std::invalid_argument("the experts do not fit their layer");
+        all.push_back({home, experts});
+    }
+
+    // x [rows, hidden] through layers from `first` on, to which `memory` has `count` rows, into
+    // `out`, which may be x. Stops before a layer when `wanted()` is true. Seconds of each stage,
+    // attention and experts in turn. Returns how many layers it went through.
+    int64_t pass(const PagedRows& rows, const void* x, const int64_t* angle, int64_t first,
+                 int64_t count, const LayerMemory* memory, const py::object& wanted, void* out,
+                 double* seconds) const {
+        if (first < 0 || count < 1 || first + count > static_cast<int64_t>(all.size()))
+            throw std::out_of_range("no such layers");
+        double begin_s = now_s();
+        for (int64_t i = 0; i < count; ++i) {
+            one(all[first + i], rows, i == 0 ? x : out, angle, memory[i], out, begin_s,
+                seconds + 2 * i);
+            if (i + 1 == count) break;
+            py::gil_scoped_acquire locked;
+            if (py::bool_(wanted())) return i + 1;
+        }
+        return count;
+    }
+
+   private:
+    static void one(const PassageLayer& layer, const PagedRows& rows, const void* x,
+                    const int64_t* angle, const LayerMemory& memory, void* out, double& begin_s,
+                    double* seconds) {
+        thread_local Scratch residual, hidden, experts, weights;
+        const int64_t k = layer.home.router.call.top_k, width = layer.home.hidden();
+        const int64_t bytes = rows.rows * width * (layer.home.bf16() ? 2 : 4);
+        const HomeResult result{residual.take<char>(bytes), hidden.take<char>(bytes),
+                                experts.take<int64_t>(rows.rows * k),
+                                weights.take<float>(rows.rows * k)};
+        home_layer(layer.home, rows, x, angle, memory.store(), result);
+        const double middle_s = now_s();
+        routed_experts(layer.experts, result.hidden, rows.rows, width,
+                       {result.experts, result.weights, k, at<int64_t>(memory.local), memory.ids},
+                       result.residual, out);
+        const double end_s = now_s();
+        seconds[0] = middle_s - begin_s, seconds[1] = end_s - middle_s;
+        begin_s = end_s;
+    }
+};
+
+}  // namespace
+}  // namespace asyncmoe
+
+void bind_layers(py::module_& m) {
+    using namespace asyncmoe;
+    py::class_<HomeLayer>(m, "HomeLayer", "Norm, attention, norm and router of one decoder layer.")
+        .def(py::init([](uintptr_t norm, float norm_eps, const LinearLayer& qkv,
+                         const AttentionKernel& attention, const LinearLayer& out,
+                         uintptr_t router_norm, float router_norm_eps, const Router& router) {
+                 const HomeLayer layer{at<const void>(norm), norm_eps, qkv, attention, out,
+                                       at<const void>(router_norm), router_norm_eps, router};
+                 layer.check();
+                 return layer;
+             }),
+             py::arg("norm"), py::arg("norm_eps"), py::arg("qkv"), py::arg("attention"),
+             py::arg("out"), py::arg("router_norm"), py::arg("router_norm_eps"), py::arg("router"))
+        .def("__call__",
+             [](const HomeLayer& layer, const PagedRows& rows, uintptr_t x, uintptr_t angle,
+                uintptr_t keys, uintptr_t values, int64_t blocks, uintptr_t angles,
+                int64_t angle_rows, uintptr_t residual, uintptr_t hidden, uintptr_t experts,
+                uintptr_t weights) {
+                 home_layer(
+                     layer, rows, at<const void>(x), at<const int64_t>(angle),
+                     {at<void>(keys), at<void>(values), blocks, at<const void>(angles), angle_rows},
+                     {at<void>(residual), at<void>(hidden), at<int64_t>(experts),
+                      at<float>(weights)});
+             },
+             py::arg("rows"), py::arg("x"), py::arg("angle"), py::arg("keys"), py::arg("values"),
+             py::arg("blocks"), py::arg("angles"), py::arg("angle_rows"), py::arg("residual"),
+             py::arg("hidden"), py::arg("experts"), py::arg("weights"),
+             py::call_guard<py::gil_scoped_release>(),
+             "x [rows, hidden] -> x + attention, its norm, the router's choice; writes K and V.");
+    py::class_<Layers>(m, "Layers", "Consecutive decoder layers and their routed experts.")
+        .def(py::init<>())
+        .def("add", &Layers::add, py::arg("home"), py::arg("experts"))
+        .def("__call__",
+             [](const Layers& layers, const PagedRows& rows, uintptr_t x, uintptr_t angle,
+                int64_t first, int64_t count, uintptr_t memory, const py::object& wanted,
+                uintptr_t out, uintptr_t seconds) {
+                 return layers.pass(rows, at<const void>(x), at<const int64_t>(angle), first, count,
+                                    at<const LayerMemory>(memory), wanted, at<void>(out),
+                                    at<double>(seconds));
+             },
+             py::arg("rows"), py::arg("x"), py::arg("angle"), py::arg("first"), py::arg("count"),
+             py::arg("memory"), py::arg("wanted"), py::arg("out"), py::arg("seconds"),
+             py::call_guard<py::gil_scoped_release>(),
+             "x [rows, hidden] through `count` layers, or fewer if `wanted()`; returns how many.");
+}
