@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from asyncmoe import native
+from asyncmoe.config import is_loopback
 from asyncmoe.errors import AsyncMoeError, ProtocolError
 from asyncmoe.link import Link
 from asyncmoe.transports.nixl_memory import Sources, Span
-from asyncmoe.transports.nixl_reach import is_loopback
 from asyncmoe.transports.nixl_sending import Batch, Place, Places, Sending
 
 _MODULES = ("nixl_cu12", "nixl_cu13", "nixl")  # the last one chooses among the others

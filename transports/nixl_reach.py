@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 
+from asyncmoe.config import is_loopback
 from asyncmoe.reach import Reach, TcpReach, UnixReach
 
 
@@ -27,11 +27,3 @@ class NixlReach(Reach):
     async def dial(self, address: str) -> socket.socket:
         """See `Reach`."""
         return await (self._unix if "/" in address else self._tcp).dial(address)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether nobody but this machine can reach what is bound to `host`."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
