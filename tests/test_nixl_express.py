@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from asyncmoe.transports.nixl_sending import BATCH_BYTES, make_sending
 from asyncmoe.transports.nixl_wire import Freed, NoteKind, Written, decode_note, encode_note
 from asyncmoe.transports.shm_segment import Geometry
 from asyncmoe.twophase import make_outbound
-from tests.transport_kit import Cluster, make_parcel, until_free
+from tests.transport_kit import Cluster, Recorder, make_parcel, until_free
 
 compiled = pytest.mark.skipif(native.columns is None, reason="not built")
 
@@ -131,6 +132,25 @@ def test_transfers_that_are_kept_are_bounded_and_end_with_who_keeps_them() -> No
     assert fixture.bindings.released == [f"handle {n}" for n in range(4)]  # the oldest
     del fixture.express
     assert sorted(fixture.bindings.released) == sorted(fixture.bindings.made)
+
+
+@pytest.mark.usefixtures("twin")
+async def test_a_rank_that_closes_alone_has_written_what_waited_for_slots() -> None:
+    few = {"limits": Limits(parcel_bytes=1 << 20), "options": {"slots": 16}}
+    cluster = Cluster("nixl", 2, **few)  # a silent peer is given up after 20 s
+    seen: list[int] = []
+    cluster.receivers[1] = receiver = Recorder(lambda arrival: seen.append(arrival.parcel.stage))
+    await cluster.start()
+    for value in range(100):
+        cluster.ranks[0].post(1, make_parcel(value, 16, 2048))  # two slots
+    closing = asyncio.create_task(cluster.close(0))
+    async with asyncio.timeout(8):
+        while not closing.done():
+            await asyncio.sleep(0.01)
+            receiver.release_all()
+    assert seen == list(range(100))
+    receiver.release_all()
+    await cluster.close(1)
 
 
 @pytest.mark.usefixtures("twin")

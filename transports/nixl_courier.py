@@ -51,6 +51,9 @@ class Client(Protocol):
     def written_out(self, batch: Batch) -> None:
         """Nothing reads its sources any more."""
 
+    def wrote(self) -> None:
+        """`express` has written a batch and done what was due behind it."""
+
     def on_note(self, note: bytes) -> None:
         """A notification came in. Raises `ProtocolError`."""
 
@@ -227,6 +230,7 @@ class Courier:
             if not isinstance(left, tuple):
                 if left is not None:
                     self._sign_of_life(self._loop.time())
+                    client.wrote()
                 return left
             batch, begun = left
         if batch is None:

@@ -123,6 +123,10 @@ class NixlPeer(Peer):
         self._sending.written_out(batch)
         self._look_whether_flushed()
 
+    def wrote(self) -> None:
+        """See `Client`."""
+        self._look_whether_flushed()
+
     def fail(self, reason: str) -> None:
         """See `Client`."""
         self.link.lose(reason)

@@ -89,6 +89,7 @@ class Meter:
             dispatcher: Any = rank._dispatcher
             rank.executor.watch()
             stages: Any = rank.executor._stages
+            stages._departure = None  # which would not call `dispatch`
             dispatcher.router = _Timed(dispatcher.router, within)
             dispatcher.dispatch = _Timed(dispatcher.dispatch, within)
             stages.finish = _Timed(stages.finish, within, ExpertStep)

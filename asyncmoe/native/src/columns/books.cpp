@@ -1,7 +1,5 @@
 #include "books.h"
 
-#include <utility>
-
 #include "rows.h"
 
 namespace columns {
@@ -43,7 +41,7 @@ bool Chunks::completes(int64_t chunk) const {
     return false;
 }
 
-Books::Books(py::object table, py::object chunk_table)
+Books::Books(const py::object& table, const py::object& chunk_table)
     : chunks(chunk_table),
       slots_of_chunk(chunk_table.attr("slots")),
       epoch(column<uint32_t>(table.attr("epoch"), "epoch")),
@@ -51,20 +49,25 @@ Books::Books(py::object table, py::object chunk_table)
       open(writable<uint64_t>(table.attr("open"), "open")),
       part_count(writable<uint8_t>(table.attr("part_count"), "part_count")),
       chunk(constant(table, "chunk")),
-      position(constant(table, "position")),
-      table_(std::move(table)),
-      chunk_table_(std::move(chunk_table)) {
+      position(constant(table, "position")) {
     check_size(stage.size, epoch.size, "stage");
     check_size(open.size, epoch.size, "open");
     check_size(part_count.size, epoch.size, "part_count");
     check_size(chunk.size, epoch.size, "chunk");
     check_size(position.size, epoch.size, "position");
     check_size(slots_of_chunk.size(), chunks.rows.size, "slots");
+    for (const char* name : {"epoch", "stage", "open", "part_count", "chunk", "position"}) {
+        arrays_.append(table.attr(name));
+    }
+    for (const char* name : {"missing", "stage", "earlier", "later", "rows", "request",
+                             "first_slot", "parked"}) {
+        arrays_.append(chunk_table.attr(name));
+    }
 }
 
 void bind_books(py::module_& m) {
     py::class_<Books, std::shared_ptr<Books>>(m, "Books")
-        .def(py::init<py::object, py::object>())
+        .def(py::init<const py::object&, const py::object&>())
         .def("gather", &gather_rows);
     bind_rows(m);
 }

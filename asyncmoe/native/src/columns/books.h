@@ -25,7 +25,7 @@ struct Chunks {
 // The columns lie where they lay at first: the tables never make them anew.
 struct Books {
     // A `TokenTable` and a `ChunkTable`.
-    Books(py::object table, py::object chunks);
+    Books(const py::object& table, const py::object& chunks);
 
     Chunks chunks;
     py::list slots_of_chunk;  // arrays
@@ -37,7 +37,7 @@ struct Books {
     Column<const Number> chunk, position;
 
   private:
-    const py::object table_, chunk_table_;  // own the columns
+    py::list arrays_;  // own the columns; not the tables, through which a home would own itself
 };
 
 void bind_books(py::module_& m);

@@ -82,9 +82,10 @@ void Homecoming::take_in(py::handle parcel, const py::object& release) {
 }
 
 void Homecoming::take_in(const PackedView& parcel, const py::object& release) {
-    done_.clear();
+    std::vector<Number> done = std::move(done_);  // ours alone: others are called below
+    done.clear();
     const Accepted accepted = accept_rows(parcel.stage, parcel.block, parcel.rows, max_parts_,
-                                          epoch_, stage_, open_, &done_);
+                                          epoch_, stage_, open_, &done);
     py::object payload = parcel.payload;
     if (!accepted.keep.is_none()) {
         table_.attr("drop")(parcel.rows - py::len(accepted.keep));
@@ -96,15 +97,16 @@ void Homecoming::take_in(const PackedView& parcel, const py::object& release) {
     } else if (!release.is_none()) {
         call(release);
     }
-    complete();
+    complete(done);
+    done_ = std::move(done);
     if (!release.is_none() && PyObject_Size(arrived_.ptr()) > 0) call(see_to_arrivals_);
 }
 
-void Homecoming::complete() {
+void Homecoming::complete(const std::vector<Number>& done) {
     const Chunks& chunks = books_->chunks;
     double now_s = 0;
     bool is_known = false;
-    for (const Number slot : done_) {
+    for (const Number slot : done) {
         const Number chunk = books_->chunk.at(slot, "chunk");
         if (!chunks.completes(chunk)) continue;
         if (!is_known) now_s = now_s_();

@@ -34,8 +34,8 @@ class Homecoming {
     }
 
   private:
-    // The slots in `done_` are complete: chunks that are so too join their queues.
-    void complete();
+    // The slots in `done` are complete: chunks that are so too join their queues.
+    void complete(const std::vector<Number>& done);
 
     py::object table_, see_to_arrivals_;
     Clock now_s_;
@@ -45,7 +45,7 @@ class Homecoming {
     const int64_t max_parts_;
     const bool has_columns_;
     const py::object epoch_, stage_, open_;  // of the token table
-    std::vector<Number> done_;               // its memory is kept
+    std::vector<Number> done_;               // memory for the next time
 };
 
 // What other ranks send to one rank.
