@@ -143,7 +143,8 @@ void Reader::begin(const uint8_t* head) {
             parts_[1] = {transfer_->lease->block().data, p.payload_bytes};
             // So far that the next columns come with their prelude, and no payload if they are as
             // long as these.
-            ahead_ = std::clamp(kPreludeBytes + size_t{p.column_bytes}, kShortestAhead, kStageBytes);
+            ahead_ = std::clamp(kPreludeBytes + size_t{p.column_bytes}, kShortestAhead,
+                                kStageBytes);
         }
         within_ = true;
         return;
