@@ -7,6 +7,7 @@ weight becomes 127: weight = scale * int8, to half a step.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 from collections.abc import Sequence
 from typing import Any
@@ -42,6 +43,7 @@ def weight_memory(nbytes: int) -> Tensor:
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is None or nbytes < _LARGE_PAGE:
         return torch.zeros(nbytes, dtype=torch.uint8)
+    _give_back()
     memory = mmap.mmap(-1, nbytes + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     first = -whole.data_ptr() % _LARGE_PAGE
@@ -49,6 +51,14 @@ def weight_memory(nbytes: int) -> Tensor:
         # None that is not full: memory in use is what is asked for.
         memory.madvise(advice, first, nbytes // _LARGE_PAGE * _LARGE_PAGE)
     return whole.narrow(0, first, nbytes)
+
+
+def _give_back() -> None:
+    """Give the system what was freed since: none of it becomes part of a memory map, as it would
+    of malloc's (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 class PackedWeights:
