@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncmoe import native
 from asyncmoe.errors import ConfigError, ProtocolError, UnknownName
 from asyncmoe.transport import Limits, ParcelClass
 from asyncmoe.transports.nixl_memory import Arena, Sources, Span
@@ -30,7 +29,13 @@ from asyncmoe.transports.nixl_wire import (
 )
 from asyncmoe.transports.shm_segment import Geometry
 from asyncmoe.wire import PRELUDE_BYTES, decode_prelude
-from tests.transport_kit import Cluster, assert_same, make_parcel, until_free
+from tests.transport_kit import (
+    Cluster,
+    assert_same,
+    compiled_or_plain,  # noqa: F401 - a fixture
+    make_parcel,
+    until_free,
+)
 
 GENERATION = 7
 PLACE = Place("DRAM", 4, 4096, 1 << 40, "asyncmoe-00000000-0123456789abcdef", b"metadata")
@@ -162,15 +167,6 @@ async def test_pieces_and_copies_of_one_source_arrive_unchanged_at_several_peers
     await cluster.close()
 
 
-@pytest.fixture(params=["compiled", "plain"])
-def twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run with the compiled parts, and with their twins."""
-    if request.param == "plain":
-        monkeypatch.setattr(native, "columns", None)
-    elif native.columns is None:
-        pytest.skip("not built")
-
-
 NOTES = {
     "of no kind": struct.pack("<2sBI", b"aN", 9, 0),
     "cut": encode_note(NoteKind.WRITTEN, 0, [Written(1, 1, 0)])[:-1],
@@ -181,7 +177,7 @@ NOTES = {
 }
 
 
-@pytest.mark.usefixtures("twin")
+@pytest.mark.usefixtures("compiled_or_plain")
 @pytest.mark.parametrize("what", NOTES)
 async def test_a_malformed_notification_ends_its_senders_connection_and_nothing_else(
     what: str,
@@ -200,7 +196,7 @@ async def test_a_malformed_notification_ends_its_senders_connection_and_nothing_
     assert cluster.live_leases() == 0
 
 
-@pytest.mark.usefixtures("twin")
+@pytest.mark.usefixtures("compiled_or_plain")
 async def test_more_bytes_than_a_parcel_has_end_the_connection() -> None:
     cluster = Cluster("nixl", 2)
     await cluster.start()
@@ -216,7 +212,7 @@ async def test_more_bytes_than_a_parcel_has_end_the_connection() -> None:
     assert cluster.live_leases() == 0
 
 
-@pytest.mark.usefixtures("twin")
+@pytest.mark.usefixtures("compiled_or_plain")
 async def test_slots_that_are_read_in_one_turn_of_the_loop_go_back_together() -> None:
     cluster = Cluster("nixl", 2)
     await cluster.start()
@@ -251,7 +247,7 @@ async def test_a_notification_without_the_pairs_secret_is_not_believed() -> None
     await cluster.close()
 
 
-@pytest.mark.usefixtures("twin")
+@pytest.mark.usefixtures("compiled_or_plain")
 async def test_a_control_frame_without_slots_for_its_payload_ends_the_connection() -> None:
     cluster = Cluster("nixl", 2)
     await cluster.start()
@@ -288,7 +284,7 @@ def test_a_network_device_that_the_environment_names_and_is_not_there_is_named(
         Cluster("nixl", 2)
 
 
-@pytest.mark.usefixtures("twin")
+@pytest.mark.usefixtures("compiled_or_plain")
 @pytest.mark.parametrize(
     ("thread", "bind_host"), [(False, "127.0.0.1"), (True, "127.0.0.1"), (False, "0.0.0.0")]
 )

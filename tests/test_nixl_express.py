@@ -17,18 +17,15 @@ from asyncmoe.transports.nixl_sending import BATCH_BYTES, make_sending
 from asyncmoe.transports.nixl_wire import Freed, NoteKind, Written, decode_note, encode_note
 from asyncmoe.transports.shm_segment import Geometry
 from asyncmoe.twophase import make_outbound
-from tests.transport_kit import Cluster, Recorder, make_parcel, until_free
+from tests.transport_kit import (
+    Cluster,
+    Recorder,
+    compiled_or_plain,  # noqa: F401 - a fixture
+    make_parcel,
+    until_free,
+)
 
 compiled = pytest.mark.skipif(native.columns is None, reason="not built")
-
-
-@pytest.fixture(params=["compiled", "plain"])
-def twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run with the compiled parts, and with their twins."""
-    if request.param == "plain":
-        monkeypatch.setattr(native, "columns", None)
-    elif native.columns is None:
-        pytest.skip("not built")
 
 
 class Bindings:
@@ -134,7 +131,7 @@ def test_transfers_that_are_kept_are_bounded_and_end_with_who_keeps_them() -> No
     assert sorted(fixture.bindings.released) == sorted(fixture.bindings.made)
 
 
-@pytest.mark.usefixtures("twin")
+@pytest.mark.usefixtures("compiled_or_plain")
 async def test_a_rank_that_closes_alone_has_written_what_waited_for_slots() -> None:
     few = {"limits": Limits(parcel_bytes=1 << 20), "options": {"slots": 16}}
     cluster = Cluster("nixl", 2, **few)  # a silent peer is given up after 20 s
@@ -153,7 +150,7 @@ async def test_a_rank_that_closes_alone_has_written_what_waited_for_slots() -> N
     await cluster.close(1)
 
 
-@pytest.mark.usefixtures("twin")
+@pytest.mark.usefixtures("compiled_or_plain")
 async def test_a_source_that_is_written_again_and_again_arrives_as_it_is_each_time() -> None:
     cluster = Cluster("nixl", 2)
     await cluster.start()

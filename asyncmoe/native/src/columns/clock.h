@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "names.h"
+#include "numbers.h"
 
 namespace columns {
 
@@ -21,9 +22,7 @@ class Clock {
         if (is_thread_time_ && clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now) == 0) {
             return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
         }
-        const double now_s = PyFloat_AsDouble(call(clock_).ptr());
-        if (now_s == -1.0 && PyErr_Occurred()) throw py::error_already_set();
-        return now_s;
+        return real(call(clock_).ptr());
     }
 
     py::object& object() { return clock_; }

@@ -42,9 +42,7 @@ bool Departure::leave(py::handle gathered, const py::object& chunks_array, int64
     PackedView parcel(local);
     if (parcel.rows == 0) return true;
     held_rows_[rank_] += parcel.rows;
-    const double now_s = PyFloat_AsDouble(call(now_s_).ptr());
-    if (now_s == -1.0 && PyErr_Occurred()) throw py::error_already_set();
-    queues_->put(rank_, std::move(parcel), py::none(), now_s);
+    queues_->put(rank_, std::move(parcel), py::none(), now_s_());
     return true;
 }
 

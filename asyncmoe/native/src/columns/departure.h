@@ -4,6 +4,7 @@
 
 #include <memory>
 
+#include "clock.h"
 #include "outboxes.h"
 #include "queues.h"
 #include "rows.h"
@@ -25,7 +26,7 @@ class Departure {
 
     template <typename F>
     void each_reference(F visit) {
-        visit(now_s_);
+        visit(now_s_.object());
         visit(wake_);
     }
 
@@ -40,7 +41,8 @@ class Departure {
     const int64_t rank_;
     const py::object held_array_;
     const Column<int64_t> held_rows_;  // [ranks]
-    py::object now_s_, wake_;
+    Clock now_s_;
+    py::object wake_;
 };
 
 void bind_departure(py::module_& m);

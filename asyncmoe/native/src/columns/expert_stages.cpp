@@ -1,6 +1,7 @@
 #include "expert_stages.h"
 
 #include "members.h"
+#include "numbers.h"
 
 namespace columns {
 namespace {
@@ -34,12 +35,6 @@ const StepMembers& of_step() {
             member("_columns"), member("_back")};
     }();
     return *found;
-}
-
-int64_t whole(PyObject* number) {
-    const int64_t value = PyLong_AsLongLong(number);
-    if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
-    return value;
 }
 
 }  // namespace

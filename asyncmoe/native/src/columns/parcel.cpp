@@ -5,17 +5,9 @@
 
 #include "block.h"
 #include "members.h"
+#include "numbers.h"
 
 namespace columns {
-namespace {
-
-int64_t whole(PyObject* found) {
-    const int64_t number = PyLong_AsLongLong(found);
-    if (number == -1 && PyErr_Occurred()) throw py::error_already_set();
-    return number;
-}
-
-}  // namespace
 
 bool is_packed(py::handle parcel) {
     return Py_TYPE(parcel.ptr()) == reinterpret_cast<PyTypeObject*>(names().packed_parcel.ptr());

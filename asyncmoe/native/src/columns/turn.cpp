@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "members.h"
+#include "numbers.h"
 
 namespace columns {
 namespace {
@@ -38,18 +39,6 @@ const TimesMembers& of_times() {
                                 Member(type, "finish_s")};
     }();
     return *found;
-}
-
-double real(PyObject* number) {
-    const double value = PyFloat_AsDouble(number);
-    if (value == -1.0 && PyErr_Occurred()) throw py::error_already_set();
-    return value;
-}
-
-int64_t whole(PyObject* number) {
-    const int64_t value = PyLong_AsLongLong(number);
-    if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
-    return value;
 }
 
 int64_t stage_of(const py::object& step) {
