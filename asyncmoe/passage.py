@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from asyncmoe.sampler import Sampled
@@ -71,6 +70,5 @@ class Passage:
         return Passed(None, sampled, stages)
 
     def _leave(self, layer: int, x: Tensor, stages: list[tuple[int, float]]) -> Passed:
-        slots = torch.from_numpy(self.first.rows.columns.slots)
-        self.first.table.residual.index_copy_(0, slots, x)
+        self.first.table.keep(self.first.rows.columns.slots, x)
         return Passed(2 * layer, None, stages)

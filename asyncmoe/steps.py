@@ -68,8 +68,7 @@ class AttentionStep:
     def __call__(self) -> AttentionResult:
         columns = self.rows.columns
         out = self.model.attention(self.layer, self.entering(), self.rows.batch, self.cache)
-        if self.table.has_columns:
-            self.table.residual.index_copy_(0, torch.from_numpy(columns.slots), out.residual)
+        self.table.keep(columns.slots, out.residual)
         hidden, experts, weights = out.hidden, out.experts.numpy(), out.weights.numpy()
         if self.router is None:
             return AttentionResult(hidden, experts, weights)

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncmoe import native
+from asyncmoe.native.kinds import kernels_for
 from asyncmoe.packed import pack
 from asyncmoe.transport import Parcel, ParcelClass
 
@@ -171,16 +172,7 @@ class TokenTable:
                     self.copied.append(release)
 
     def _copy(self, payload: torch.Tensor, place: NDArray[np.int64]) -> None:
-        parts = self.parts
-        if native.columns is None or not (parts.is_cpu and payload.is_contiguous()):
-            parts.index_copy_(0, torch.from_numpy(place), payload)
-        else:
-            assert payload.shape[1:] == parts.shape[1:]
-            assert payload.dtype is parts.dtype
-            native.columns.scatter(
-                parts.data_ptr(), len(parts), place,
-                payload.data_ptr(), parts.shape[1] * parts.itemsize,
-            )  # fmt: skip
+        copy_rows(self.parts, place, payload)
 
     @property
     def oldest_arrival(self) -> object:
@@ -204,6 +196,9 @@ class TokenTable:
         if not self.has_columns:
             return self.residual[: len(slots)]
         self.settle()
+        merged = self._merged(slots, part_count)
+        if merged is not None:
+            return merged
         total = self.residual.index_select(0, slots).float()
         base = slots * self.max_parts
         fewest, most = int(part_count.min()), int(part_count.max())
@@ -214,6 +209,43 @@ class TokenTable:
                 rows = rows.masked_fill(absent, 0)
             total += rows
         return total.to(self.residual.dtype)
+
+    def _merged(self, slots: torch.Tensor, part_count: NDArray[np.uint8]) -> torch.Tensor | None:
+        """`merge` in one compiled call; None where kernels do not know the table's kind."""
+        kernels, residual = kernels_for(self.residual), self.residual
+        if kernels is None:
+            return None
+        rows, width = len(slots), residual.shape[1]
+        assert slots.dtype is torch.int64
+        assert slots.is_contiguous()
+        assert part_count.dtype == np.uint8
+        assert part_count.flags.c_contiguous
+        assert len(part_count) == rows
+        out = torch.empty((rows, width), dtype=residual.dtype)
+        kernels.merge(
+            residual.dtype is torch.bfloat16, residual.data_ptr(), self.parts.data_ptr(),
+            slots.data_ptr(), part_count.ctypes.data, out.data_ptr(), rows, self.slots,
+            self.max_parts, width,
+        )  # fmt: skip
+        return out
+
+    def keep(self, slots: NDArray[np.int64], residual: torch.Tensor) -> None:
+        """Store what the parts of `slots` will be added to: [rows, hidden]. On the compute
+        thread."""
+        if self.has_columns:
+            copy_rows(self.residual, slots, residual)
+
+
+def copy_rows(to: torch.Tensor, rows: NDArray[np.int64], payload: torch.Tensor) -> None:
+    """to[rows] = payload, both [*, hidden] and of one dtype."""
+    if native.columns is None or not (to.is_cpu and payload.is_contiguous()):
+        to.index_copy_(0, torch.from_numpy(rows), payload)
+        return
+    assert payload.shape == (len(rows), to.shape[1])
+    assert payload.dtype is to.dtype
+    native.columns.scatter(
+        to.data_ptr(), len(to), rows, payload.data_ptr(), to.shape[1] * to.itemsize
+    )
 
 
 def distinct(indices: NDArray[np.int64], scratch: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -8,10 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncmoe import native
 from asyncmoe.chunks import NONE, ChunkTable
 from asyncmoe.kvcache import BlockPool
 from asyncmoe.tokentable import TokenTable
@@ -81,7 +83,7 @@ def test_of_a_part_repeated_in_one_parcel_the_first_row_counts() -> None:
     )
     assert done.tolist() == slots.tolist()
     assert table.dropped_rows == 1
-    assert table.merge(torch.from_numpy(slots), np.array([1])).tolist() == [[6.0, 7.0]]
+    assert table.merge(torch.from_numpy(slots), np.array([1], np.uint8)).tolist() == [[6.0, 7.0]]
 
 
 def test_row_of_an_earlier_layer_or_out_of_range_is_dropped() -> None:
@@ -196,3 +198,30 @@ def test_cache_index_follows_the_block_table_of_each_request() -> None:
     pool.release(0, 2)
     pool.release(1, 3)
     assert pool.free_blocks == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("hidden", [1, 24, 512])
+def test_the_compiled_merge_gives_what_torch_gives(
+    dtype: torch.dtype, hidden: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if native.kernels is None:
+        pytest.skip("no compiled kernels here")
+    generator = torch.Generator().manual_seed(3)
+    table = TokenTable(40, 3, hidden, dtype, torch.device("cpu"))
+    table.residual = torch.randn(40, hidden, generator=generator).to(dtype)
+    table.parts = torch.randn(120, hidden, generator=generator).to(dtype)
+    slots = torch.randperm(40, generator=generator)[:33]
+    counts = np.arange(33, dtype=np.uint8) % 4
+    merged = table.merge(slots, counts)
+    monkeypatch.setattr(native, "kernels", None)
+    assert torch.equal(merged, table.merge(slots, counts))
+
+
+def test_the_compiled_merge_refuses_slots_and_parts_that_the_table_does_not_have() -> None:
+    if native.kernels is None:
+        pytest.skip("no compiled kernels here")
+    table = TokenTable(4, 2, 8, torch.float32, torch.device("cpu"))
+    for slot, parts in ((4, 1), (-1, 1), (0, 3)):
+        with pytest.raises(IndexError):
+            table.merge(torch.tensor([slot]), np.array([parts], np.uint8))

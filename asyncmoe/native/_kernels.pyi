@@ -90,6 +90,18 @@ def norm(
     width: int,
     eps: float,
 ) -> None: ...
+def merge(
+    bf16: bool,
+    residual: int,
+    parts: int,
+    slots: int,
+    counts: int,
+    out: int,
+    rows: int,
+    table_slots: int,
+    max_parts: int,
+    width: int,
+) -> None: ...
 
 class PagedRows:
     def __init__(

@@ -11,11 +11,11 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from asyncmoe.models.layers.compiled import kernels_for
 from asyncmoe.models.layers.linear import Linear
 from asyncmoe.models.layers.norm import RmsNorm
 from asyncmoe.models.layers.paged import PagedBatch, paged_attention
 from asyncmoe.models.layers.rope import Angles, Rotary
+from asyncmoe.native.kinds import kernels_for
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from asyncmoe.model import ExpertBatch, pair_batch
-from asyncmoe.models.layers.compiled import kernels_for
 from asyncmoe.models.layers.linear import Activation, GatedMlp, Linear, gated
 from asyncmoe.models.layers.products import (
     TILE_ROWS,
@@ -20,6 +19,7 @@ from asyncmoe.models.layers.products import (
     product_dtype,
 )
 from asyncmoe.models.layers.weights import PackedWeights
+from asyncmoe.native.kinds import kernels_for
 
 
 class Experts(ABC):

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from asyncmoe.model import Routed
 from asyncmoe.models.layers.attention import Attention, CompiledMixer
-from asyncmoe.models.layers.compiled import kernels_for
 from asyncmoe.models.layers.experts import CompiledExperts, Experts
 from asyncmoe.models.layers.norm import RmsNorm
 from asyncmoe.models.layers.paged import PagedBatch
 from asyncmoe.models.layers.rope import Angles
 from asyncmoe.models.layers.router import SoftmaxRouter
+from asyncmoe.native.kinds import kernels_for
 
 
 class HomeLayer:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from asyncmoe.models.layers.compiled import kernels_for
 from asyncmoe.models.layers.products import TorchProduct, make_product
+from asyncmoe.native.kinds import kernels_for
 
 SERIAL_ELEMENTS = 1 << 15  # elementwise work up to this size is not shared between threads
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from asyncmoe.models.layers.compiled import kernels_for
+from asyncmoe.native.kinds import kernels_for
 
 
 class RmsNorm:

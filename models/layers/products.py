@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from asyncmoe.models.layers.compiled import kernels_for
 from asyncmoe.models.layers.weights import PANEL, PackedWeights, quantised
+from asyncmoe.native.kinds import kernels_for
 
 LARGE_WEIGHT = 1 << 17  # elements; from here on packed products are faster than padded ones
 TILE_ROWS = 4

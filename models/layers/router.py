@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from asyncmoe.models.layers.compiled import kernels_for
 from asyncmoe.models.layers.linear import Linear
+from asyncmoe.native.kinds import kernels_for
 
 TILE_EXPERTS = 32  # the kernel's gate has as many columns or a multiple
 

@@ -10,6 +10,7 @@
 namespace py = pybind11;
 
 void bind_norm(py::module_& m);
+void bind_merge(py::module_& m);
 void bind_attention(py::module_& m);
 void bind_router(py::module_& m);
 void bind_layers(py::module_& m);
@@ -23,6 +24,7 @@ PYBIND11_MODULE(_kernels, m) {
     bind_isa(m);
     bind_linear(m);
     bind_norm(m);
+    bind_merge(m);
     bind_attention(m);
     bind_router(m);
     bind_layers(m);

@@ -1,4 +1,4 @@
-"""Which layers may call the compiled kernels: those on a CPU, in a dtype that kernels know."""
+"""Which tensors the compiled kernels take: those on a CPU, in a dtype that they know."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def kernels_for(weight: Tensor) -> Any:
-    """The compiled module, for layers with weights like this one; None: they run on torch."""
+    """The compiled module, for what computes on tensors like this one; None: torch does that."""
     if weight.device.type != "cpu" or weight.dtype not in DTYPES:
         return None
     return native.kernels
