@@ -126,9 +126,9 @@ def assemble(rank: Rank, blocks: int, deadline: Deadline) -> Parts:
     clock = None if rank.device.virtual else time.thread_time
     probe = _make_probe(config.metrics, queues, dispatcher, home, clock)
     watched = stages if probe is None else probe.watched(stages)
-    experts = stages.experts if probe is None else None
+    known = (stages.experts, stages.attention) if probe is None else ()
     depth = config.device.depth
-    executor = Executor(queues, scheduler, policy, rank.device, watched, rank.times, depth, experts)
+    executor = Executor(queues, scheduler, policy, rank.device, watched, rank.times, depth, *known)
     if probe is not None:
         probe.computing = lambda: executor.computing
     receptor.bell = executor.bell

@@ -32,6 +32,7 @@ from asyncmoe.stats import KindTimes, RankTimes
 from asyncmoe.steps import AttentionStep, ExpertStep, HeadStep
 
 if TYPE_CHECKING:
+    from asyncmoe.attentionstages import AttentionStages
     from asyncmoe.expertstages import ExpertStages
 
 Step = AttentionStep | ExpertStep | HeadStep | Passage
@@ -70,7 +71,9 @@ class Workings:
     queues: Queues
     policy: BatchPolicy
     stages: Stages
-    experts: ExpertStages | None  # those stages that it sees to itself
+    # Those stages that it sees to itself; None: it goes through `stages`.
+    experts: ExpertStages | None
+    attention: AttentionStages | None  # with a departure
     times: dict[Kind, KindTimes]
     depth: int  # batches with the device at once
     running: deque[Step]  # with the device, in order
@@ -100,9 +103,10 @@ class Executor:
         times: RankTimes,
         depth: int = DEPTH,
         experts: ExpertStages | None = None,
+        attention: AttentionStages | None = None,
     ) -> None:
-        """`depth`: batches with the device at once. `experts`: those of `stages` whose batches
-        need not go through it; None: all do."""
+        """`depth`: batches with the device at once. `experts`, `attention`: those of `stages` whose
+        batches need not go through it; None: all do."""
         self._queues, self._scheduler, self._policy = queues, scheduler, policy
         self._device, self._stages, self._times = device, stages, times
         self._depth = depth
@@ -116,7 +120,7 @@ class Executor:
         self._turn: Any = None
         hear, self._end = self._pump, self._done
         if not (are_plain(queues) or self._synchronous) and scheduler.work_conserving:
-            self._turn = native.columns.Turn(self._workings(experts))
+            self._turn = native.columns.Turn(self._workings(experts, attention))
             hear, self._end = self._turn.hear, self._turn.done
         self.bell = make_bell(self._loop.call_soon, hear, self._running, enough)
         if self._turn is not None:
@@ -127,7 +131,9 @@ class Executor:
         self._timer_s = math.inf  # loop time when it does
         self._closed = False
 
-    def _workings(self, experts: ExpertStages | None) -> Workings:
+    def _workings(
+        self, experts: ExpertStages | None, attention: AttentionStages | None
+    ) -> Workings:
         scheduler, times, device = self._scheduler, self._times, self._device
         takes_note = type(scheduler).executed is not Scheduler.executed
         return Workings(
@@ -135,6 +141,7 @@ class Executor:
             policy=self._policy,
             stages=self._stages,
             experts=experts,
+            attention=None if attention is None or attention.departure is None else attention,
             times=times.kinds,
             depth=self._depth,
             running=self._running,

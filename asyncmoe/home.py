@@ -95,17 +95,17 @@ class Home:
         self._chain, self._queues, self._prune = chain, queues, prune
         self._host = host
         self.books: Any = None  # the tables, for what is compiled
-        self.homecoming: Any = None  # `take_in`, compiled
+        self.homecoming: Any = None  # `take_in` and `let_go`, compiled
         if native.columns is not None:
             self.books = native.columns.Books(table, self.chunks)
             if not are_plain(queues):
                 self.homecoming = native.columns.Homecoming(
-                    table, self.books, queues, host.now_s, self.see_to_arrivals
+                    table, self.books, queues, host.now_s, self.see_to_arrivals, self._look
                 )
+        self._awaited = False  # somebody waits for memory that has arrived since `_look` was called
         self._seen_arrival: object = None  # the oldest that was not copied when a stage last ended
         self._asked = False  # whether `_settle_if_idle` is to come
         self._put_off = False  # it came while a batch computed
-        self.remembers = False  # any of these: `let_go` has to forget it
         self._waiting: deque[Request] = deque()
         self._prefilling: deque[Request] = deque()
         self._by_id: dict[int, Request] = {}
@@ -317,21 +317,28 @@ class Home:
         if len(done):
             self._enqueue(self.chunks.complete(self.table.chunk[done].astype(np.int64)))
         if release is not None:
+            self._awaited |= bool(self.table.arrived)
             self.see_to_arrivals()
 
     def let_go(self) -> None:
         """A stage has ended: release the memory of the rows that it has copied.
 
-        Rows that arrived before the last stage but one ended are copied now, by the loop: a sender
-        may wait for their memory, and no merge behind that is certain to come.
+        Rows that arrived before the last stage but one ended are copied now, by the loop, if a
+        sender may wait for their memory: no merge behind that is certain to come.
         """
-        table = self.table
-        if table.copied:
-            table.let_go()
-        if not table.arrived:
-            self._seen_arrival, self._put_off, self.remembers = None, False, False
+        if self.homecoming is not None:
+            self.homecoming.let_go()
             return
-        self.remembers = True
+        self.table.let_go()
+        if self._awaited:
+            self._awaited = bool(self.table.arrived)
+            self._look()
+
+    def _look(self) -> None:
+        table = self.table
+        if not table.arrived:
+            self._seen_arrival, self._put_off = None, False
+            return
         oldest = table.oldest_arrival
         if oldest is not None and oldest is self._seen_arrival:
             self._settle()
@@ -348,9 +355,7 @@ class Home:
     def _settle_if_idle(self) -> None:
         self._asked = False
         self._put_off = self._host.computing
-        if self._put_off:
-            self.remembers = True
-        else:
+        if not self._put_off:
             self._settle()
 
     def _settle(self) -> None:

@@ -27,7 +27,7 @@ class PackedParcel(Parcel):
     epoch u32, then weight f32, expert u16, fanout u8 and part u8 (dispatch) or part u8 (combine).
     """
 
-    __slots__ = ("block", "count", "pairs")
+    __slots__ = ("block", "count", "described", "pairs")
 
     def __init__(
         self,
@@ -41,6 +41,7 @@ class PackedParcel(Parcel):
     ) -> None:
         self.kind, self.stage, self.count, self.pairs = kind, stage, rows, pairs
         self.block, self.payload, self.credits = block, payload, credits
+        self.described: object = None  # what compiled code noted of `payload` when it made this
 
     @property
     def rows(self) -> int:

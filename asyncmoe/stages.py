@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncmoe import native
+from asyncmoe.attentionstages import AttentionStages
 from asyncmoe.dispatcher import Dispatcher
 from asyncmoe.errors import AsyncMoeError
 from asyncmoe.executor import Step
@@ -22,7 +23,7 @@ from asyncmoe.passage import Passage, Passed
 from asyncmoe.receptor import Receptor
 from asyncmoe.rows import Rows, gather_rows
 from asyncmoe.stage import Kind, StageChain
-from asyncmoe.steps import AttentionResult, AttentionStep, ExpertStep, HeadStep
+from asyncmoe.steps import AttentionStep, ExpertStep, HeadStep
 
 log = logging.getLogger(__name__)
 _NO_TOKENS = np.empty(0, np.int64)
@@ -66,29 +67,38 @@ class RankStages:
         )
         self._cache = cache
         self._home = cast(Home, home)  # None where no rows of stages that need it are
-        self._dispatcher, self._receptor, self._fatal = dispatcher, receptor, fatal
-        self._departure: Any = None  # of an attention batch that goes on as a whole, compiled
+        self._fatal = fatal
+        departure: Any = None
         if home is not None and home.books is not None and not are_plain(queues):
-            self._departure = native.columns.Departure(
+            departure = native.columns.Departure(
                 home.books, dispatcher.outboxes, queues, dispatcher.rank,
                 receptor.held_rows, receptor.now_s, home.wake,
             )  # fmt: skip
+        self.attention = AttentionStages(
+            model=model,
+            queues=queues,
+            layers=self._layers,
+            cache=cache,
+            dispatcher=dispatcher,
+            receptor=receptor,
+            home=self._home,
+            no_tokens=_NO_TOKENS,
+            departure=departure,
+        )
         self._local_tensors = [torch.from_numpy(of_layer) for of_layer in local]
         plain = not per_expert and chain.tracks == 1
         self._passable = [plain and bool((of_layer >= 0).all()) for of_layer in local]
 
     def prepare(self, stage: int, max_rows: int) -> Step:
         """See `Stages`."""
-        kind, layer = self._kinds[stage], self._layers[stage]
+        kind = self._kinds[stage]
         if kind is Kind.EXPERT:
             return self.experts.prepare(stage, max_rows)
-        home, model, cache = self._home, self._model, self._cache
-        rows = gather_rows(home, self._queues.take_chunks(stage, max_rows))
         if kind is Kind.ATTENTION:
-            tokens = rows.gathered.at_slots(home.table.token) if layer == 0 else _NO_TOKENS
-            router = self._dispatcher.router
-            return AttentionStep(stage, layer, rows, tokens, model, home.table, cache, router)
-        return self._head_step(stage, rows)
+            return self.attention.prepare(stage, max_rows)
+        return self._head_step(
+            stage, gather_rows(self._home, self._queues.take_chunks(stage, max_rows))
+        )
 
     def _head_step(self, stage: int, rows: Rows) -> HeadStep:
         home = self._home
@@ -122,31 +132,13 @@ class RankStages:
                 self.experts.finish(step, result)
                 return
             case AttentionStep():
-                self._leave_attention(step, result)
+                self.attention.finish(step, result)
             case HeadStep():
                 self._home.leave_head(step, result)
             case Passage():
                 self._leave_passage(step, result)
         if self._home is not None:
             self._home.let_go()
-
-    def _leave_attention(self, step: AttentionStep, result: AttentionResult) -> None:
-        home, rows, routed = self._home, step.rows, result.routed
-        if (
-            self._departure is not None
-            and routed is not None
-            and not home.prunes_behind(step)
-            and self._departure.leave(
-                rows.gathered, rows.chunks, step.stage + 1, routed.parts, routed.parcels
-            )
-        ):
-            return
-        slots, result = home.leave_attention(step, result)
-        if len(slots):
-            local = self._dispatcher.dispatch(step.stage + 1, home.table, slots, result)
-            if local is not None:
-                self._receptor.put_local(local)
-        home.pump()
 
     def _leave_passage(self, step: Passage, passed: Passed) -> None:
         if passed.next_stage is not None:

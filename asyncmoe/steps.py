@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncmoe import native
 from asyncmoe.expertcolumns import ExpertColumns, WayBack
 from asyncmoe.microqueue import Taken
 from asyncmoe.model import Cache, ExpertBatch, Model
@@ -123,6 +124,7 @@ class ExpertStep:
     per_expert: bool  # an output row per pair; otherwise one per row
     _columns: ExpertColumns | None = None
     _back: WayBack | None = None
+    _described: object = None  # the output, as compiled code notes it
     kind = Kind.EXPERT
 
     @property
@@ -153,4 +155,7 @@ class ExpertStep:
             counts=torch.from_numpy(counts),
             gather=torch.from_numpy(gather),
         )
-        return self.model.experts(self.layer, x, batch)
+        out = self.model.experts(self.layer, x, batch)
+        if native.columns is not None:
+            self._described = native.columns.described(out)
+        return out

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from asyncmoe import native
 from asyncmoe.native.kinds import kernels_for
-from asyncmoe.packed import pack
+from asyncmoe.packed import Buffer, pack
 from asyncmoe.transport import Parcel, ParcelClass
 
 MAX_PARTS = 64  # a slot's open parts are the bits of one uint64
@@ -53,10 +53,11 @@ class TokenTable:
         self.dropped_rows = 0  # combine rows that were stale, repeated or out of range
         self._scratch = np.empty(slots, np.int64)
         self._place_scratch = np.empty(slots * max_parts, np.int64)
-        # (rows, their places, what to call then): arrived and to be copied; in order
-        self.arrived: deque[tuple[torch.Tensor, NDArray[np.int64], Callable[[], None] | None]] = (
-            deque()
-        )
+        # (rows, their places, what to call then): arrived and to be copied; in order. The places
+        # may be the columns of a combine parcel, which say as much.
+        self.arrived: deque[
+            tuple[torch.Tensor, NDArray[np.int64] | Buffer, Callable[[], None] | None]
+        ] = deque()
         self.copied: deque[Callable[[], None]] = deque()  # what to call for rows that are
         self._settling = threading.Lock()
         self._free = np.arange(slots - 1, -1, -1, dtype=np.int64)
@@ -171,8 +172,21 @@ class TokenTable:
                 if release is not None:
                     self.copied.append(release)
 
-    def _copy(self, payload: torch.Tensor, place: NDArray[np.int64]) -> None:
-        copy_rows(self.parts, place, payload)
+    def _copy(self, payload: torch.Tensor, place: NDArray[np.int64] | Buffer) -> None:
+        if isinstance(place, np.ndarray):
+            copy_rows(self.parts, place, payload)
+            return
+        parts, rows = self.parts, len(payload)
+        if native.columns is None or not (parts.is_cpu and payload.is_contiguous()):
+            slot, part = np.frombuffer(place, np.uint32, rows), np.frombuffer(place, np.uint8)
+            copy_rows(parts, slot * np.int64(self.max_parts) + part[8 * rows :], payload)
+            return
+        assert payload.shape[1:] == parts.shape[1:]
+        assert payload.dtype is parts.dtype
+        native.columns.scatter_combine(
+            parts.data_ptr(), len(parts), place, rows, self.max_parts, payload.data_ptr(),
+            parts.shape[1] * parts.itemsize,
+        )  # fmt: skip
 
     @property
     def oldest_arrival(self) -> object:

@@ -232,6 +232,23 @@ def test_rows_are_never_written_outside_the_table() -> None:
     assert not to.any()
 
 
+def test_combine_rows_go_where_their_columns_say_and_never_outside_the_table() -> None:
+    to, rows = torch.zeros(6, 2), torch.tensor([[1.0, 1.0], [2.0, 2.0]])
+
+    def scatter(slots: list[int], parts: list[int]) -> None:
+        block = np.array([*slots, 0, 0], np.uint32).tobytes() + bytes(parts)
+        native.columns.scatter_combine(to.data_ptr(), 6, block, 2, 2, rows.data_ptr(), 8)
+
+    for slots, parts in (([0, 3], [0, 0]), ([0, 2], [0, 2]), ([2**32 - 1, 0], [1, 0])):
+        with pytest.raises(IndexError, match="out of range"):
+            scatter(slots, parts)
+    assert not to.any()
+    scatter([2, 0], [1, 0])
+    assert to[:, 0].tolist() == [2, 0, 0, 0, 0, 1]
+    with pytest.raises(ValueError, match="does not fit"):
+        native.columns.scatter_combine(to.data_ptr(), 6, bytes(9), 2, 2, rows.data_ptr(), 8)
+
+
 def test_blocks_that_do_not_fit_their_counts_are_refused() -> None:
     block = bytes(pack(dispatch(np.random.default_rng(0), 2)).block)
     local = np.arange(12)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from asyncmoe import native
 from asyncmoe.devices.cpu import CpuDevice
 from asyncmoe.scheduler import QueueView, Scheduler, SchedulerContext, SchedulerParameters
-from asyncmoe.steps import ExpertStep
+from asyncmoe.steps import AttentionStep, ExpertStep
 from tests import toymodel
 from tests.cluster import Cluster, cluster
 from tests.test_engine_toy import SMALL
@@ -61,10 +62,10 @@ async def test_a_rule_is_not_left_without_news_for_ever() -> None:
         assert len(Diary.heard) >= 64
 
 
-def finished(engine: Cluster) -> list[Any]:
-    """The steps that rank 0's stages finish from now on."""
+def finished(engine: Cluster, rank: int) -> list[Any]:
+    """The steps that a rank's stages finish from now on."""
     seen: list[Any] = []
-    stages: Any = engine.ranks[0].executor._stages
+    stages: Any = engine.ranks[rank].executor._stages
     inner = stages.finish
 
     def record(step: Any, result: Any) -> None:
@@ -84,9 +85,45 @@ async def test_expert_batches_pass_python_by_unless_somebody_watches(
     async with cluster(2, toymodel.checkpoint(), **SMALL) as engine:
         if watched:
             engine.ranks[0].executor.watch()
-        seen = finished(engine)
+        seen = finished(engine, 0)
         await engine.ended(engine.submit([1, 2, 3], home=1, max_tokens=5))
         assert any(isinstance(step, ExpertStep) for step in seen) is watched
+
+
+@pytest.mark.parametrize("watched", [False, True])
+async def test_attention_batches_that_go_on_as_a_whole_pass_python_by_unless_somebody_watches(
+    watched: bool,
+) -> None:
+    if native.columns is None:
+        pytest.skip("of the compiled turn")
+    async with cluster(2, toymodel.checkpoint(), **SMALL) as engine:
+        if watched:
+            engine.ranks[1].executor.watch()
+        seen = finished(engine, 1)
+        await engine.ended(engine.submit([1, 2, 3], home=1, max_tokens=5))
+        last = engine.ranks[1].chain.layers - 1  # where all but the last row of the prompt end
+        whole = [
+            step
+            for step in seen
+            if isinstance(step, AttentionStep) and (step.layer < last or step.row_count == 1)
+        ]
+        assert bool(whole) is watched
+
+
+async def test_what_a_batch_leaves_is_freed_on_the_compute_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if native.columns is None:
+        pytest.skip("of the compiled turn")
+    where: list[str] = []
+
+    def note(_: AttentionStep) -> None:
+        where.append(threading.current_thread().name)
+
+    monkeypatch.setattr(AttentionStep, "__del__", note, raising=False)
+    async with cluster(2, toymodel.checkpoint(), **SMALL) as engine:
+        await engine.ended(engine.submit([1, 2, 3], home=1, max_tokens=8))
+    assert where.count("compute") > len(where) // 2 > 4
 
 
 async def test_work_of_a_submitter_is_heard_of_on_its_loop() -> None:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
-import queue
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +14,10 @@ import torch
 from asyncmoe import native
 from asyncmoe.cores import Cores
 from asyncmoe.device import Device, Done, Submit
+from asyncmoe.devices.handover import make_handover
 
 CLOSE_TIMEOUT_S = 2.0  # well within cluster.shutdown_timeout_s, after which processes are killed
 _LOG = logging.getLogger(__name__)
-_Item = tuple[Callable[[], Any], Done, asyncio.AbstractEventLoop]
 
 
 class CpuDevice(Device):
@@ -29,26 +26,21 @@ class CpuDevice(Device):
     def __init__(self, threads: int, cores: Cores | None = None) -> None:
         super().__init__(threads, cores)
         self.torch_device = torch.device("cpu")
-        self._busy_s = 0.0
-        # SimpleQueue is in C and hands over without a Python-level lock
-        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._hands = make_handover()
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
         self._thread.start()
 
     def submit(self, work: Callable[[], Any], done: Done) -> None:
         """Queue `work` for the compute thread."""
-        self._queue.put((work, done, asyncio.get_running_loop()))
+        self._hands.submitter()(work, done)
 
     def submitter(self) -> Submit:
-        """See `Device`. Compiled if that is there."""
-        if native.columns is None or type(self).submit is not CpuDevice.submit:
-            return self.submit
-        made: Submit = native.columns.putting(self._queue.put, asyncio.get_running_loop())
-        return made
+        """See `Device`."""
+        return self._hands.submitter() if type(self).submit is CpuDevice.submit else self.submit
 
     def busy_s(self) -> float:
         """Seconds that the thread spent in work."""
-        return self._busy_s
+        return self._hands.busy_s
 
     async def close(self) -> None:
         """Let queued work finish, then end the thread.
@@ -57,10 +49,11 @@ class CpuDevice(Device):
         thread, whose results nobody gets.
         """
         if self._thread.is_alive():
-            self._queue.put(None)
+            self._hands.end()
             await asyncio.to_thread(self._thread.join, CLOSE_TIMEOUT_S)
             if self._thread.is_alive():
                 _LOG.warning("the compute thread is still busy after %g s", CLOSE_TIMEOUT_S)
+        self._hands.close()
 
     def _run(self) -> None:
         if self.cores is not None:  # of this thread and of those that kernels start from it
@@ -69,21 +62,6 @@ class CpuDevice(Device):
         if native.kernels is not None:
             native.kernels.set_threads(self.threads)
         with torch.inference_mode():
-            while (item := self._queue.get()) is not None:
-                work, done, loop = item
-                begin_s = time.perf_counter()
-                result = None
-                failure: BaseException | None = None
-                try:
-                    result = work()
-                except BaseException as error:  # a panic in an extension must not end the thread
-                    failure = error
-                compute_s = time.perf_counter() - begin_s
-                self._busy_s += compute_s
-                # A closed loop has left this thread behind, see `close`.
-                with contextlib.suppress(RuntimeError):
-                    loop.call_soon_threadsafe(done, result, failure, compute_s)
-                # nothing of a batch outlives it here
-                del item, work, done, loop, result, failure
+            self._hands.serve()
         if native.kernels is not None:
             native.kernels.set_threads(1)  # ends the others: who joins this thread finds none left

@@ -73,9 +73,16 @@ class Bell:
 
 class Homecoming:
     def __init__(
-        self, table: Any, chunks: Any, queues: Queues, now_s: Any, see_to_arrivals: Any
+        self,
+        table: Any,
+        chunks: Any,
+        queues: Queues,
+        now_s: Any,
+        see_to_arrivals: Any,
+        look: Any,
     ) -> None: ...
     def take_in(self, parcel: Any, release: Any) -> None: ...
+    def let_go(self) -> None: ...
 
 class Intake:
     is_open: bool
@@ -116,6 +123,10 @@ def look(
     rows: Array, oldest_s: Array, min_rows: Array, linger_s: Array, now_s: float
 ) -> tuple[Array, int, int, float | None]: ...
 def scatter(to: int, to_rows: int, places: Array, source: int, row_bytes: int) -> None: ...
+def scatter_combine(
+    to: int, to_rows: int, block: Block, rows: int, max_parts: int, source: int, row_bytes: int
+) -> None: ...
+def described(tensor: Any) -> object: ...
 
 # workload/draws.py
 def draw_distinct(

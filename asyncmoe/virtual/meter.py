@@ -89,7 +89,8 @@ class Meter:
             dispatcher: Any = rank._dispatcher
             rank.executor.watch()
             stages: Any = rank.executor._stages
-            stages._departure = None  # which would not call `dispatch`
+            inner = getattr(stages, "_stages", stages)  # of a probe
+            inner.attention.departure = None  # which would not call `dispatch`
             dispatcher.router = _Timed(dispatcher.router, within)
             dispatcher.dispatch = _Timed(dispatcher.dispatch, within)
             stages.finish = _Timed(stages.finish, within, ExpertStep)

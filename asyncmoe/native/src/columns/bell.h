@@ -15,7 +15,7 @@ class Bell {
 
     void ring() {
         wanted = true;
-        if (rung || mute || PyObject_Size(running_.ptr()) >= enough_) return;
+        if (rung || mute || length_of(running_) >= enough_) return;
         rung = true;
         call(call_soon_, hear_);
     }

@@ -5,8 +5,6 @@
 namespace columns {
 namespace {
 
-constexpr Number kNone = -1;
-
 Column<Number> numbers(py::handle table, const char* name) {
     return writable<Number>(table.attr(name), name);
 }
@@ -31,14 +29,6 @@ Chunks::Chunks(py::handle table)
     for (const auto& each : {earlier, later, rows, request, first_slot}) {
         check_size(each.size, missing.size, "a column of the chunk table");
     }
-}
-
-bool Chunks::completes(int64_t chunk) const {
-    if (--missing.at(chunk, "the chunk table") != 0) return false;
-    const Number before = earlier[chunk];
-    if (before == kNone || stage.at(before, "the chunk table") > stage[chunk]) return true;
-    parked[chunk] = true;
-    return false;
 }
 
 Books::Books(const py::object& table, const py::object& chunk_table)

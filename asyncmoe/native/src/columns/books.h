@@ -15,7 +15,13 @@ struct Chunks {
 
     // A row of a chunk has all its parts. Whether the chunk is complete and may enter its stage;
     // one that is complete and may not is parked.
-    bool completes(int64_t chunk) const;
+    bool completes(int64_t chunk) const {
+        if (--missing.at(chunk, "the chunk table") != 0) return false;
+        const Number before = earlier[chunk];
+        if (before < 0 || stage.at(before, "the chunk table") > stage[chunk]) return true;
+        parked[chunk] = true;
+        return false;
+    }
 
     Column<Number> missing, stage;
     Column<const Number> earlier, later, rows, request, first_slot;

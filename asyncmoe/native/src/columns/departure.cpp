@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "collected.h"
+#include "prefetch.h"
 
 namespace columns {
 namespace {
@@ -42,13 +43,20 @@ bool Departure::leave(py::handle gathered, const py::object& chunks_array, int64
     PackedView parcel(local);
     if (parcel.rows == 0) return true;
     held_rows_[rank_] += parcel.rows;
-    queues_->put(rank_, std::move(parcel), py::none(), now_s_());
+    queues_->put(rank_, std::move(parcel), Release(), now_s_());
     return true;
 }
 
 // A request's rows die together, so that the last of each segment stands for it.
 bool Departure::all_alive(const Gathered& rows) const {
     bool alive = true;
+    Number before = -1;
+    for (int64_t i = 0; i < rows.rows; ++i) {
+        const Number slot = rows.slots()[i];
+        prefetch_at(slot, before, books_->epoch.data, books_->stage.data, books_->open.data,
+                    books_->part_count.data);
+        before = slot;
+    }
     int64_t row = 0;
     for (int64_t i = 0; i < rows.segments; ++i) {
         row += rows.counts()[i];
@@ -62,8 +70,14 @@ bool Departure::leave_stage(const Gathered& rows, const Column<const int64_t>& c
                             Number next) {
     const Chunks& table = books_->chunks;
     bool followed = false;
+    int64_t before = -1;
     for (int64_t i = 0; i < rows.segments; ++i) {
-        table.stage.at(chunks[i], "the chunk table") = next;
+        table.stage.at(chunks[i], "the chunk table");
+        prefetch_at(chunks[i], before, table.stage.data, table.missing.data, table.later.data);
+        before = chunks[i];
+    }
+    for (int64_t i = 0; i < rows.segments; ++i) {
+        table.stage[chunks[i]] = next;
         table.missing[chunks[i]] = rows.counts()[i];
         followed |= table.later[chunks[i]] != kNone;
     }

@@ -8,9 +8,6 @@ namespace {
 
 struct Attributes {
     PyObject* const back = PyUnicode_InternFromString("back");
-    PyObject* const take_in = PyUnicode_InternFromString("take_in");
-    PyObject* const let_go = PyUnicode_InternFromString("let_go");
-    PyObject* const remembers = PyUnicode_InternFromString("remembers");
 };
 
 const Attributes& attributes() {
@@ -22,7 +19,7 @@ const Attributes& attributes() {
 struct StepMembers {
     py::object type;
     Member stage, layer, model, taken, row_count, local, local_experts, per_expert, columns,
-        back;
+        back, described;
 };
 
 const StepMembers& of_step() {
@@ -32,7 +29,8 @@ const StepMembers& of_step() {
         return new StepMembers{
             type, member("stage"), member("layer"), member("model"), member("taken"),
             member("row_count"), member("local"), member("local_experts"), member("per_expert"),
-            member("_columns"), member("_back")};
+            member("_columns"), member("_back"),
+            member("_described")};
     }();
     return *found;
 }
@@ -45,8 +43,7 @@ ExpertStages::ExpertStages(const py::object& stages)
       model_(stages.attr("model")),
       per_expert_(stages.attr("per_expert")),
       held_array_(stages.attr("held_rows")),
-      held_rows_(writable<int64_t>(held_array_, "held_rows")),
-      home_(stages.attr("home")) {
+      held_rows_(writable<int64_t>(held_array_, "held_rows")) {
     const py::object layers = stages.attr("layers"), local = stages.attr("local");
     const py::object counts = stages.attr("local_experts");
     for (int64_t stage = 0; stage < queues_->rows.array.size(); ++stage) {
@@ -56,11 +53,8 @@ ExpertStages::ExpertStages(const py::object& stages)
         const py::object layer = layers[number];
         stages_.back() = {number, layer, local[layer], counts[layer]};
     }
-    if (!home_.is_none()) {
-        const py::object table = home_.attr("table");
-        arrived_ = table.attr("arrived");
-        copied_ = table.attr("copied");
-    }
+    const py::object home = stages.attr("home");
+    if (!home.is_none()) homecoming_ = home.attr("homecoming").cast<std::shared_ptr<Homecoming>>();
 }
 
 py::object ExpertStages::prepare(int64_t stage, int64_t max_rows) const {
@@ -79,6 +73,7 @@ py::object ExpertStages::prepare(int64_t stage, int64_t max_rows) const {
     slot.per_expert.set(to, per_expert_);
     slot.columns.set(to, Py_None);
     slot.back.set(to, Py_None);
+    slot.described.set(to, Py_None);
     return step;
 }
 
@@ -86,19 +81,13 @@ void ExpertStages::finish(PyObject* step, const py::object& out) const {
     const StepMembers& slot = of_step();
     auto back = py::reinterpret_borrow<py::object>(slot.back.of(step));
     if (back.is_none()) back = get(step, attributes().back);
-    const py::list own = outboxes_->answer(stage_of(step), back, out);
-    for (const py::handle parcel : own) call_method(home_, attributes().take_in, parcel);
-    Ref<Taken>::of(slot.taken.of(step))->read(held_rows_);
-    let_go();
-}
-
-// As `Home.let_go`, which is called only if it has something to do.
-void ExpertStages::let_go() const {
-    if (home_.is_none()) return;
-    const bool has_some = PyObject_Size(copied_.ptr()) != 0 || PyObject_Size(arrived_.ptr()) != 0;
-    if (has_some || get(home_, attributes().remembers).ptr() == Py_True) {
-        call_method(home_, attributes().let_go);
+    const py::handle described(slot.described.of(step));
+    for (const PackedView& own : outboxes_->answer(stage_of(step), back, out, described)) {
+        if (!homecoming_) throw py::value_error("rows of a rank that is home of nothing");
+        homecoming_->take_in(own, Release());
     }
+    Ref<Taken>::of(slot.taken.of(step))->read(held_rows_);
+    if (homecoming_) homecoming_->let_go();
 }
 
 bool ExpertStages::is_step(PyObject* object) {

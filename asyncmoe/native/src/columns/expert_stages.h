@@ -5,8 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "outboxes.h"
-#include "queues.h"
+#include "intake.h"
 
 namespace columns {
 
@@ -29,9 +28,6 @@ class ExpertStages {
     template <typename F>
     void each_reference(F visit) const {
         visit(model_);
-        visit(home_);
-        visit(arrived_);
-        visit(copied_);
     }
 
   private:
@@ -39,15 +35,12 @@ class ExpertStages {
         py::object number, layer, local, local_experts;  // null: no expert stage
     };
 
-    void let_go() const;
-
     const std::shared_ptr<Queues> queues_;
     const std::shared_ptr<Outboxes> outboxes_;
     std::vector<Stage> stages_;
     const py::object model_, per_expert_, held_array_;
     const Column<int64_t> held_rows_;       // [ranks]
-    const py::object home_;                 // or None
-    py::object arrived_, copied_;           // of the home's token table
+    std::shared_ptr<Homecoming> homecoming_;  // null: home of nothing
 };
 
 }  // namespace columns

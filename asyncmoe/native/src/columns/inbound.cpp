@@ -89,7 +89,7 @@ void Inbound::deliver(const Transfer& transfer, const py::object& parcel) {
     const py::object arrival = blank(names().arrival), on_parcel = on_parcel_;
     of.source.set(arrival.ptr(), source_object_);
     of.parcel.set(arrival.ptr(), parcel);
-    of.release.set(arrival.ptr(), releaser(transfer.lease));
+    of.release.set(arrival.ptr(), Release(transfer.lease).object());
     try {
         guard(source_object_, [&] { call(on_parcel, arrival); });
     } catch (py::error_already_set&) {  // the receiver refused the parcel
@@ -150,7 +150,7 @@ bool Inbound::take(const Transfer& transfer) {
     try {
         return intake->take(source_, transfer.head.dtype,
                             PackedView(transfer.head, transfer.columns, rows_of(transfer)),
-                            releaser(transfer.lease));
+                            Release(transfer.lease));
     } catch (py::error_already_set&) {  // the receiver refused the parcel
         if (transfer.lease->state() == State::kHeld) transfer.lease->release();
         throw;
@@ -161,7 +161,8 @@ bool Inbound::take(const Transfer& transfer) {
 py::object Inbound::parcel_of(const Transfer& transfer) const {
     const Prelude& head = transfer.head;
     const py::object parcel = make_parcel(head.parcel_class, head.stage, head.rows, head.pairs,
-                                          transfer.columns, rows_of(transfer), head.credits);
+                                          transfer.columns, rows_of(transfer), head.credits,
+                                          py::none());
     if (!is_sound(transfer)) names().check_parcel(parcel, head.column_bytes, limits_object_);
     return parcel;
 }

@@ -5,7 +5,7 @@
 #include "block.h"
 #include "collected.h"
 #include "members.h"
-#include "tokens.h"
+#include "prefetch.h"
 #include "wire.h"
 
 namespace columns {
@@ -14,6 +14,7 @@ namespace {
 struct Attributes {
     PyObject* const dtype = PyUnicode_InternFromString("dtype");
     PyObject* const append = PyUnicode_InternFromString("append");
+    PyObject* const popleft = PyUnicode_InternFromString("popleft");
 };
 
 const Attributes& attributes() {
@@ -34,8 +35,8 @@ const TimesMembers& of_times() {
     return *found;
 }
 
-py::object release_of(py::handle arrival) {
-    return py::reinterpret_borrow<py::object>(members().arrival.release.of(arrival.ptr()));
+Release release_of(py::handle arrival) {
+    return Release(py::reinterpret_borrow<py::object>(members().arrival.release.of(arrival.ptr())));
 }
 
 // Our code of a torch dtype; 0: none.
@@ -64,55 +65,91 @@ std::vector<Intake::Local> of_stages(const py::array& local, const Queues& queue
 
 Homecoming::Homecoming(py::object table, std::shared_ptr<Books> books,
                        std::shared_ptr<Queues> queues, py::object now_s,
-                       py::object see_to_arrivals)
+                       py::object see_to_arrivals, py::object look)
     : table_(table),
       see_to_arrivals_(std::move(see_to_arrivals)),
+      look_(std::move(look)),
       now_s_(std::move(now_s)),
       arrived_(table.attr("arrived")),
+      copied_(table.attr("copied")),
       books_(std::move(books)),
       queues_(std::move(queues)),
       max_parts_(table.attr("max_parts").cast<int64_t>()),
-      has_columns_(table.attr("has_columns").cast<bool>()),
-      epoch_(table.attr("epoch")),
-      stage_(table.attr("stage")),
-      open_(table.attr("open")) {}
+      has_columns_(table.attr("has_columns").cast<bool>()) {}
 
-void Homecoming::take_in(py::handle parcel, const py::object& release) {
-    take_in(PackedView(parcel), release);
-}
-
-void Homecoming::take_in(const PackedView& parcel, const py::object& release) {
+void Homecoming::take_in(const PackedView& parcel, Release release) {
     std::vector<Number> done = std::move(done_);  // ours alone: others are called below
     done.clear();
-    const Accepted accepted = accept_rows(parcel.stage, parcel.block, parcel.rows, max_parts_,
-                                          epoch_, stage_, open_, &done);
-    py::object payload = parcel.payload;
-    if (!accepted.keep.is_none()) {
-        table_.attr("drop")(parcel.rows - py::len(accepted.keep));
-        payload = payload.attr("__getitem__")(accepted.keep);
+    const Bytes bytes(parcel.block);
+    if (!is_combine(bytes.size(), parcel.rows)) {
+        throw py::value_error("a block does not fit its rows");
     }
-    if (has_columns_ && accepted.place.size() != 0) {
-        call_method(arrived_, attributes().append,
-                    py::make_tuple(payload, accepted.place, release));
-    } else if (!release.is_none()) {
-        call(release);
+    const Combine<const uint8_t> in(bytes.data(), parcel.rows);
+    const Books& books = *books_;
+    const Accepted accepted = accept_rows(parcel.stage, in, parcel.rows,
+                                          {books.epoch,
+                                           {books.stage.data, books.stage.size},
+                                           books.open,
+                                           max_parts_},
+                                          &done);
+    const bool is_awaited = release.is_awaited();
+    const bool any = accepted.all ? parcel.rows != 0 : !accepted.kept.empty();
+    if (has_columns_ && any) {
+        arrive(parcel, in, accepted, release);
+    } else {
+        release();
     }
-    complete(done);
+    if (!accepted.all) {
+        table_.attr("drop")(parcel.rows - static_cast<int64_t>(accepted.kept.size()));
+    }
+    complete(&done);
     done_ = std::move(done);
-    if (!release.is_none() && PyObject_Size(arrived_.ptr()) > 0) call(see_to_arrivals_);
+    if (is_awaited && length_of(arrived_) > 0) {
+        is_awaited_ = true;
+        call(see_to_arrivals_);
+    }
 }
 
-void Homecoming::complete(const std::vector<Number>& done) {
-    const Chunks& chunks = books_->chunks;
-    double now_s = 0;
-    bool is_known = false;
-    for (const Number slot : done) {
-        const Number chunk = books_->chunk.at(slot, "chunk");
-        if (!chunks.completes(chunk)) continue;
-        if (!is_known) now_s = now_s_();
-        is_known = true;
-        queues_->put_chunk(chunks.stage[chunk], chunk, chunks.rows[chunk], now_s);
+void Homecoming::arrive(const PackedView& parcel, const Combine<const uint8_t>& in,
+                        const Accepted& accepted, const Release& release) {
+    py::object entry;
+    if (accepted.all) {  // who copies them finds their places in the block
+        entry = py::make_tuple(parcel.payload, parcel.block, release.object());
+    } else {
+        const py::object payload = parcel.payload.attr("__getitem__")(rows_of(accepted));
+        entry = py::make_tuple(payload, places_of(in, accepted, parcel.rows, max_parts_),
+                               release.object());
     }
+    call_method(arrived_, attributes().append, entry);
+}
+
+void Homecoming::let_go() {
+    while (length_of(copied_) > 0) {
+        const py::object release = call_method(copied_, attributes().popleft);
+        call(release);
+    }
+    if (!is_awaited_) return;
+    is_awaited_ = length_of(arrived_) > 0;
+    const py::object look = look_;
+    call(look);
+}
+
+void Homecoming::complete(std::vector<Number>* done) {
+    const Chunks& chunks = books_->chunks;
+    size_t ready = 0;
+    Number before = -1;
+    for (Number& slot : *done) {
+        slot = books_->chunk.at(slot, "chunk");
+        chunks.stage.at(slot, "the chunk table");
+        prefetch_at(slot, before, chunks.missing.data, chunks.stage.data, chunks.earlier.data,
+                    chunks.rows.data);
+        before = slot;
+    }
+    for (const Number chunk : *done) {
+        if (chunks.completes(chunk)) (*done)[ready++] = chunk;
+    }
+    done->resize(ready);
+    if (ready != 0) queues_->put_ready(chunks, *done, now_s_());
 }
 
 Intake::Intake(py::object receptor, std::shared_ptr<Queues> queues,
@@ -154,7 +191,7 @@ void Intake::take(py::handle arrival) {
     call(other_, arrival);
 }
 
-bool Intake::take(int64_t source, int dtype, PackedView parcel, py::object release) {
+bool Intake::take(int64_t source, int dtype, PackedView parcel, Release release) {
     if (!is_open || copies_ || dtype != dtype_code_) return false;
     return timed(source, [&] { return take_plain(source, parcel, release); });
 }
@@ -194,7 +231,7 @@ bool Intake::take_plain(py::handle arrival, int64_t source) {
            take_plain(source, parcel, release_of(arrival));
 }
 
-bool Intake::take_plain(int64_t source, PackedView parcel, py::object release) {
+bool Intake::take_plain(int64_t source, PackedView parcel, Release release) {
     if (!queues_->is_expert_stage(parcel.stage) || source < 0 || source >= held_rows_.size) {
         return false;
     }
@@ -205,11 +242,11 @@ bool Intake::take_plain(int64_t source, PackedView parcel, py::object release) {
     bell_->ring();  // before the home asks to be called behind the choice that follows
     // Credits first: a parcel with wrong ones is refused as a whole, and its lease taken back.
     outboxes_->credit(source, parcel.credits);
-    homecoming_->take_in(parcel, release);
+    homecoming_->take_in(parcel, std::move(release));
     return true;
 }
 
-bool Intake::take_dispatch(int64_t source, PackedView parcel, py::object release) {
+bool Intake::take_dispatch(int64_t source, PackedView parcel, Release release) {
     const int64_t held = held_rows_[source] + parcel.rows;
     if (parcel.rows == 0 || held > window_rows_ ||
         !all_local(parcel.block, parcel.rows, parcel.pairs, local_[parcel.stage].column)) {
@@ -225,8 +262,11 @@ bool Intake::take_dispatch(int64_t source, PackedView parcel, py::object release
 void bind_intake(py::module_& m) {
     py::class_<Homecoming, std::shared_ptr<Homecoming>>(m, "Homecoming", collected<Homecoming>())
         .def(py::init<py::object, std::shared_ptr<Books>, std::shared_ptr<Queues>, py::object,
-                      py::object>())
-        .def("take_in", py::overload_cast<py::handle, const py::object&>(&Homecoming::take_in));
+                      py::object, py::object>())
+        .def("take_in", [](Homecoming& home, py::handle parcel, py::object release) {
+            home.take_in(PackedView(parcel), Release(std::move(release)));
+        })
+        .def("let_go", &Homecoming::let_go);
     py::class_<Intake, std::shared_ptr<Intake>>(m, "Intake", collected<Intake>())
         .def(py::init<py::object, std::shared_ptr<Queues>, std::shared_ptr<Outboxes>,
                       std::shared_ptr<Homecoming>, std::shared_ptr<Bell>, py::object,

@@ -10,42 +10,50 @@
 #include "clock.h"
 #include "outboxes.h"
 #include "queues.h"
+#include "tokens.h"
 
 namespace columns {
 
 // Combine rows on their way into the token table, and the chunks that they complete.
 class Homecoming {
   public:
-    // `table`: a `TokenTable`, which is in the books. `see_to_arrivals` is called when rows that
-    // somebody waits for are still to be copied.
+    // `table`: a `TokenTable`, which is in the books. `see_to_arrivals` is called when rows whose
+    // memory somebody waits for are still to be copied, and `look` when a stage has ended since
+    // such rows came and there may still be some.
     Homecoming(py::object table, std::shared_ptr<Books> books, std::shared_ptr<Queues> queues,
-               py::object now_s, py::object see_to_arrivals);
+               py::object now_s, py::object see_to_arrivals, py::object look);
 
-    // `release` is called once the memory of its rows is read no more; None: nobody waits for it.
-    void take_in(py::handle parcel, const py::object& release);
-    void take_in(const PackedView& parcel, const py::object& release);
+    // `release` is for when the memory of its rows is read no more.
+    void take_in(const PackedView& parcel, Release release);
+    // A stage has ended: see `Home.let_go`.
+    void let_go();
 
     template <typename F>
     void each_reference(F visit) {
         visit(table_);
         visit(see_to_arrivals_);
+        visit(look_);
         visit(now_s_.object());
         visit(arrived_);
+        visit(copied_);
     }
 
   private:
     // The slots in `done` are complete: chunks that are so too join their queues.
-    void complete(const std::vector<Number>& done);
+    void complete(std::vector<Number>* done);
+    // These rows are to be copied.
+    void arrive(const PackedView& parcel, const Combine<const uint8_t>& in,
+                const Accepted& accepted, const Release& release);
 
-    py::object table_, see_to_arrivals_;
+    py::object table_, see_to_arrivals_, look_;
     Clock now_s_;
-    py::object arrived_;
+    py::object arrived_, copied_;
+    bool is_awaited_ = false;  // the memory of something that has arrived since `look_` was called
     const std::shared_ptr<Books> books_;
     const std::shared_ptr<Queues> queues_;
     const int64_t max_parts_;
     const bool has_columns_;
-    const py::object epoch_, stage_, open_;  // of the token table
-    std::vector<Number> done_;               // memory for the next time
+    std::vector<Number> done_;  // memory for the next time
 };
 
 // What other ranks send to one rank.
@@ -60,7 +68,7 @@ class Intake {
     void take(py::handle arrival);
     // The same for a parcel that no Python object stands for yet, with rows of `dtype` (code of
     // ours). If it returns false, nothing has happened: an arrival of it is to be made and taken.
-    bool take(int64_t source, int dtype, PackedView parcel, py::object release);
+    bool take(int64_t source, int dtype, PackedView parcel, Release release);
 
     // The one whose method `take` this is; null if it is something else.
     static std::shared_ptr<Intake> of(const py::object& callback);
@@ -84,8 +92,8 @@ class Intake {
     template <typename F>
     bool timed(int64_t source, F take_it);
     bool take_plain(py::handle arrival, int64_t source);
-    bool take_plain(int64_t source, PackedView parcel, py::object release);
-    bool take_dispatch(int64_t source, PackedView parcel, py::object release);
+    bool take_plain(int64_t source, PackedView parcel, Release release);
+    bool take_dispatch(int64_t source, PackedView parcel, Release release);
 
     const std::shared_ptr<Queues> queues_;
     const std::shared_ptr<Outboxes> outboxes_;

@@ -116,8 +116,19 @@ void Pool::reclaim(const std::shared_ptr<Block>& block, bool reuse) {
     }
 }
 
-py::object releaser(std::shared_ptr<Lease> lease) {
-    return function<0>([lease = std::move(lease)](PyObject* const*) -> py::object {
+void Release::operator()() {
+    if (lease_) {
+        const std::shared_ptr<Lease> lease = std::move(lease_);
+        lease->release();
+    } else if (callback_) {
+        const py::object callback = std::move(callback_);
+        call(callback);
+    }
+}
+
+py::object Release::object() const {
+    if (!lease_) return callback_ ? callback_ : py::none();
+    return function<0>([lease = lease_](PyObject* const*) -> py::object {
         lease->release();
         return py::none();
     });

@@ -50,6 +50,8 @@ class Lease {
     void quiet() { move(State::kQuarantined, State::kFree); }
 
     State state() const { return state_; }
+    // Whether the memory is another's, who hears of the end.
+    bool is_lent() const { return static_cast<bool>(on_free_); }
     Block& block() const { return *block_; }
     py::memoryview memory() const;
 
@@ -99,8 +101,33 @@ class Pool : public std::enable_shared_from_this<Pool> {
     int64_t blocks_ = 0, idle_bytes_ = 0;
 };
 
-// What releases a lease, as a Python callable without arguments.
-py::object releaser(std::shared_ptr<Lease> lease);
+// What is to happen once memory was read for the last time.
+class Release {
+  public:
+    // Nothing, as None says.
+    Release() = default;
+    explicit Release(py::object callback) {
+        if (!callback.is_none()) callback_ = std::move(callback);
+    }
+    explicit Release(std::shared_ptr<Lease> lease) : lease_(std::move(lease)) {}
+
+    explicit operator bool() const { return lease_ || callback_; }
+    // Whether somebody may wait for it: not for memory of this rank's pool, which has more.
+    bool is_awaited() const { return lease_ ? lease_->is_lent() : static_cast<bool>(callback_); }
+    // Does it; afterwards there is nothing to do.
+    void operator()();
+    // As a Python callable without arguments, or None.
+    py::object object() const;
+
+    template <typename F>
+    void each_reference(F& visit) {
+        visit(callback_);
+    }
+
+  private:
+    std::shared_ptr<Lease> lease_;
+    py::object callback_;  // either, or none of both
+};
 
 void bind_lease(py::module_& m);
 

@@ -9,7 +9,7 @@ Members* look_up() {
     const auto arrival = [](const char* name) { return Member(names().arrival, name); };
     return new Members{
         {parcel("kind"), parcel("stage"), parcel("count"), parcel("pairs"), parcel("block"),
-         parcel("payload"), parcel("credits")},
+         parcel("payload"), parcel("credits"), parcel("described")},
         {posted("source_free"), posted("error"), posted("_callback")},
         {arrival("source"), arrival("parcel"), arrival("release")},
     };

@@ -55,7 +55,7 @@ class Member {
 // The members of the classes that stand for a parcel on its way.
 struct Members {
     struct {
-        Member kind, stage, count, pairs, block, payload, credits;
+        Member kind, stage, count, pairs, block, payload, credits, described;
     } parcel;
     struct {
         Member source_free, error, callback;

@@ -8,6 +8,7 @@
 #include "draws.h"
 #include "experts.h"
 #include "function.h"
+#include "handover.h"
 #include "inbound.h"
 #include "intake.h"
 #include "lease.h"
@@ -21,13 +22,13 @@
 #include "outboxes.h"
 #include "payload.h"
 #include "policy.h"
-#include "putting.h"
 #include "queues.h"
 #include "routing.h"
 #include "reader.h"
 #include "shm_port.h"
 #include "shm_receiver.h"
 #include "shm_sender.h"
+#include "tensor.h"
 #include "timeline.h"
 #include "tokens.h"
 #include "turn.h"
@@ -44,17 +45,19 @@ PYBIND11_MODULE(_columns, m) {
     m.def("accept", &accept);
     m.def("by_stage", &by_stage);
     m.def("scatter", &scatter);
+    m.def("scatter_combine", &scatter_combine);
     m.def("draw_distinct", &draw_distinct);
     m.def("memory", &memory);
     m.def("look", &look);
     m.def("by_key", &by_key);
-    m.def("putting", &putting);
+    bind_tensor(m);
     bind_lease(m);
     bind_inbound(m);
     bind_outbound(m);
     bind_queues(m);
     bind_outboxes(m);
     bind_bell(m);
+    bind_handover(m);
     bind_books(m);
     bind_departure(m);
     bind_intake(m);

@@ -29,6 +29,16 @@ inline void set(py::handle object, PyObject* name, py::handle value) {
     if (PyObject_SetAttr(object.ptr(), name, value.ptr()) != 0) throw py::error_already_set();
 }
 
+// The length of a Python object; that of a deque is read off it.
+inline Py_ssize_t length_of(const py::object& object) {
+    static PyTypeObject* const deque = reinterpret_cast<PyTypeObject*>(
+        py::object(py::module_::import("collections").attr("deque")).release().ptr());
+    if (Py_IS_TYPE(object.ptr(), deque)) return Py_SIZE(object.ptr());
+    const Py_ssize_t length = PyObject_Size(object.ptr());
+    if (length < 0) throw py::error_already_set();
+    return length;
+}
+
 // A new instance of a Python class with slots alone, as its `__new__` makes it.
 inline py::object blank(py::handle type) {
     auto* of = reinterpret_cast<PyTypeObject*>(type.ptr());

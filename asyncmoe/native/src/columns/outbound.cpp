@@ -29,12 +29,15 @@ bool whole(const Member& member, PyObject* parcel, T* value) {
 }
 
 // Dtype, shape and memory of a payload; false if it is not contiguous rows of a dtype of ours.
-bool describe(const py::object& tensor, Prelude* head, Payload* payload) {
+// `noted`: what is known of it, or null.
+bool describe(const py::object& tensor, const TensorRows* noted, Prelude* head, Payload* payload) {
     TensorRows found;
-    if (!describe(tensor, &found) || found.rows != head->rows || found.hidden < 0 ||
-        found.hidden > 0xffffffffll) {
+    if (noted != nullptr) {
+        found = *noted;
+    } else if (!describe(tensor, &found)) {
         return false;
     }
+    if (found.rows != head->rows || found.hidden < 0 || found.hidden > 0xffffffffll) return false;
     head->dtype = found.dtype;
     head->hidden = static_cast<uint32_t>(found.hidden);
     head->payload_bytes = uint64_t{head->rows} * head->hidden * item_bytes(head->dtype);
@@ -99,12 +102,14 @@ Outbound::Frame Outbound::frame(py::handle parcel) const {
     const auto member = [&](const Member& which) {
         return py::reinterpret_borrow<py::object>(which.of(packed.ptr()));
     };
+    const py::object payload = member(of.payload);
     const bool plain = whole(of.kind, packed.ptr(), &head.parcel_class) &&
                        whole(of.stage, packed.ptr(), &head.stage) &&
                        whole(of.count, packed.ptr(), &head.rows) &&
                        whole(of.pairs, packed.ptr(), &head.pairs) &&
                        whole(of.credits, packed.ptr(), &head.credits) &&
-                       describe(member(of.payload), &head, &frame.payload);
+                       describe(payload, Described::of(of.described.of(packed.ptr()), payload),
+                                &head, &frame.payload);
     frame.columns = member(of.block);
     return checked(std::move(frame), plain, [&] { return packed; });
 }
@@ -112,10 +117,11 @@ Outbound::Frame Outbound::frame(py::handle parcel) const {
 Outbound::Frame Outbound::frame(const PackedView& parcel) const {
     Frame frame = begun();
     Prelude& head = frame.head;
+    const TensorRows* noted = parcel.described.dtype == 0 ? nullptr : &parcel.described;
     const bool plain = fits(parcel.kind, &head.parcel_class) && fits(parcel.stage, &head.stage) &&
                        fits(parcel.rows, &head.rows) && fits(parcel.pairs, &head.pairs) &&
                        fits(parcel.credits, &head.credits) &&
-                       describe(parcel.payload, &head, &frame.payload);
+                       describe(parcel.payload, noted, &head, &frame.payload);
     frame.columns = parcel.block;
     return checked(std::move(frame), plain, [&] { return parcel.object(); });
 }

@@ -44,6 +44,12 @@ py::object door_of(const py::object& post, int64_t peer) {
     return py::reinterpret_borrow<py::object>(found);
 }
 
+// Rows of a tensor from `first` on.
+TensorRows part_of(const TensorRows& whole, int64_t first, int64_t rows) {
+    const uint64_t before = first * whole.hidden * item_bytes(whole.dtype);
+    return {whole.dtype, rows, whole.hidden, whole.data == nullptr ? nullptr : whole.data + before};
+}
+
 // Where the parcels to ranks above `rank` begin; those of `rank_of` ascend.
 template <typename F>
 size_t first_above(size_t count, int64_t rank, F rank_of) {
@@ -100,12 +106,20 @@ py::object Outboxes::send(const py::list& parcels) {
     return local;
 }
 
-py::list Outboxes::answer(int64_t stage, const py::list& back, py::object out) {
+std::vector<PackedView> Outboxes::answer(int64_t stage, const py::list& back,
+                                         const py::object& out, py::handle described) {
     const size_t count = back.size();
-    py::list sizes(count), local;
+    py::list sizes(count);
+    std::vector<PackedView> local;
+    std::vector<TensorRows> of_parts(count);
+    const TensorRows* whole = Described::of(described, out);
+    int64_t first = 0;
     for (size_t i = 0; i < count; ++i) {
         sizes[i] = py::reinterpret_borrow<py::object>(
             PyTuple_GET_ITEM(PyList_GET_ITEM(back.ptr(), i), 1));
+        if (whole == nullptr) continue;
+        of_parts[i] = part_of(*whole, first, number(sizes[i]));
+        first += of_parts[i].rows;
     }
     py::object parts;  // views of `out`
     if (count > 1) parts = call_method(out, attributes().split, sizes);
@@ -119,9 +133,10 @@ py::list Outboxes::answer(int64_t stage, const py::list& back, py::object out) {
         const int64_t home = rank_of(i), rows = number(PyTuple_GET_ITEM(entry, 1));
         const py::object payload = count > 1 ? py::object(parts[py::int_(i)]) : out;
         const auto block = py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(entry, 3));
-        const PackedView parcel(stage, rows, block, payload, number(PyTuple_GET_ITEM(entry, 2)));
+        const PackedView parcel(stage, rows, block, payload, number(PyTuple_GET_ITEM(entry, 2)),
+                                of_parts[i]);
         if (home == rank_) {
-            local.append(parcel.object());
+            local.push_back(parcel);
         } else {
             post_pieces(home, parcel);
         }
@@ -263,7 +278,14 @@ void bind_outboxes(py::module_& m) {
         .def(py::init<int64_t, int64_t, int64_t, int64_t, int64_t, py::object,
                       py::array_t<int64_t>>())
         .def("send", &Outboxes::send)
-        .def("answer", &Outboxes::answer)
+        .def("answer",
+             [](Outboxes& outboxes, int64_t stage, const py::list& back, const py::object& out) {
+                 py::list local;
+                 for (const PackedView& each : outboxes.answer(stage, back, out, py::none())) {
+                     local.append(each.object());
+                 }
+                 return local;
+             })
         .def("credit", &Outboxes::credit)
         .def("discard", &Outboxes::discard)
         .def("forget", &Outboxes::forget)

@@ -16,7 +16,9 @@ class Outboxes {
              int64_t row_bytes, py::object transport, py::array_t<int64_t> sent_rows);
 
     py::object send(const py::list& parcels);
-    py::list answer(int64_t stage, const py::list& back, py::object out);
+    // `described`: a `Described` of `out`, or None.
+    std::vector<PackedView> answer(int64_t stage, const py::list& back, const py::object& out,
+                                   py::handle described);
     void credit(int64_t peer, int64_t rows);
     void discard(py::handle slots, py::handle epochs);
     void forget(int64_t peer);

@@ -25,6 +25,8 @@ PackedView::PackedView(py::handle parcel)
     credits = whole(slot.credits.of(from));
     block = py::reinterpret_borrow<py::object>(slot.block.of(from));
     payload = py::reinterpret_borrow<py::object>(slot.payload.of(from));
+    const TensorRows* noted = Described::of(slot.described.of(from), payload);
+    if (noted != nullptr) described = *noted;
 }
 
 PackedView::PackedView(const Prelude& head, py::object columns, py::object rows_of_it)
@@ -37,18 +39,20 @@ PackedView::PackedView(const Prelude& head, py::object columns, py::object rows_
       credits(head.credits) {}
 
 PackedView::PackedView(int64_t stage, int64_t rows, py::object columns, py::object rows_of_it,
-                       int64_t credits)
+                       int64_t credits, const TensorRows& described)
     : block(std::move(columns)),
       payload(std::move(rows_of_it)),
       kind(kCombine),
       stage(stage),
       rows(rows),
       pairs(0),
-      credits(credits) {}
+      credits(credits),
+      described(described) {}
 
 py::object PackedView::object() const {
     if (packed) return packed;
-    return make_parcel(static_cast<int>(kind), stage, rows, pairs, block, payload, credits);
+    return make_parcel(static_cast<int>(kind), stage, rows, pairs, block, payload, credits,
+                       py::none());
 }
 
 std::vector<int64_t> alive_rows(const PackedView& parcel,
@@ -72,7 +76,7 @@ py::object select(const PackedView& parcel, const std::vector<int64_t>& rows) {
 }
 
 py::object make_parcel(int kind, int64_t stage, int64_t rows, int64_t pairs, py::handle block,
-                       py::handle payload, int64_t credits) {
+                       py::handle payload, int64_t credits, const py::object& described) {
     const auto& slot = members().parcel;
     py::object parcel = blank(names().packed_parcel);
     PyObject* const to = parcel.ptr();
@@ -83,6 +87,7 @@ py::object make_parcel(int kind, int64_t stage, int64_t rows, int64_t pairs, py:
     slot.block.set(to, block.ptr());
     slot.payload.set(to, payload.ptr());
     slot.credits.set(to, py::int_(credits));
+    slot.described.set(to, described);
     return parcel;
 }
 

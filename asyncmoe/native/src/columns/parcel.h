@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "names.h"
+#include "tensor.h"
 
 namespace columns {
 
@@ -16,13 +17,14 @@ struct PackedView {
     PackedView(const Prelude& head, py::object columns, py::object rows_of_it);
     // Combine rows of an expert stage that no Python object stands for yet.
     PackedView(int64_t stage, int64_t rows, py::object columns, py::object rows_of_it,
-               int64_t credits);
+               int64_t credits, const TensorRows& described);
 
     // The Python object; made if there was none.
     py::object object() const;
 
     py::object packed, block, payload;  // `packed` may be null
     int64_t kind, stage, rows, pairs, credits;
+    TensorRows described{};  // the payload; dtype 0: it was not described
 };
 
 // Whether a parcel is packed already.
@@ -39,7 +41,7 @@ py::object select(const PackedView& parcel, const std::vector<int64_t>& rows);
 
 // A new packed parcel; `kind`: kDispatch or kCombine.
 py::object make_parcel(int kind, int64_t stage, int64_t rows, int64_t pairs, py::handle block,
-                       py::handle payload, int64_t credits = 0);
+                       py::handle payload, int64_t credits, const py::object& described);
 
 // A method of a tensor (or another object) with these arguments.
 template <typename... Arguments>

@@ -3,13 +3,23 @@
 
 #include <cstring>
 
+#include "block.h"
+
 namespace columns {
 namespace {
 
-// Raises IndexError unless all `rows` are below `limit`.
-void check_rows(const Column<const int64_t>& rows, int64_t limit) {
-    for (py::ssize_t i = 0; i < rows.size; ++i) {
-        if (rows[i] < 0 || rows[i] >= limit) throw py::index_error("row out of range");
+// Row i at `from` goes to row `place(i)` at `to`. Raises IndexError, with nothing copied, unless
+// all are among `to_rows`.
+template <typename F>
+void scatter_to(uintptr_t to, int64_t to_rows, int64_t rows, F place, uintptr_t from,
+                int64_t row_bytes) {
+    for (int64_t i = 0; i < rows; ++i) {
+        if (place(i) < 0 || place(i) >= to_rows) throw py::index_error("row out of range");
+    }
+    const py::gil_scoped_release others_may_run;
+    for (int64_t i = 0; i < rows; ++i) {
+        std::memcpy(reinterpret_cast<void*>(to + place(i) * row_bytes),
+                    reinterpret_cast<const void*>(from + i * row_bytes), row_bytes);
     }
 }
 
@@ -18,12 +28,19 @@ void check_rows(const Column<const int64_t>& rows, int64_t limit) {
 void scatter(uintptr_t to, int64_t to_rows, py::handle places_array, uintptr_t from,
              int64_t row_bytes) {
     const auto places = column<int64_t>(places_array, "places");
-    check_rows(places, to_rows);
-    const py::gil_scoped_release others_may_run;
-    for (py::ssize_t i = 0; i < places.size; ++i) {
-        std::memcpy(reinterpret_cast<void*>(to + places[i] * row_bytes),
-                    reinterpret_cast<const void*>(from + i * row_bytes), row_bytes);
+    const auto place = [&](int64_t i) { return places[i]; };
+    scatter_to(to, to_rows, places.size, place, from, row_bytes);
+}
+
+void scatter_combine(uintptr_t to, int64_t to_rows, py::handle block, int64_t rows,
+                     int64_t max_parts, uintptr_t from, int64_t row_bytes) {
+    const Bytes bytes(block);
+    if (!is_combine(bytes.size(), rows)) {
+        throw py::value_error("a block does not fit its rows");
     }
+    const Combine<const uint8_t> columns(bytes.data(), rows);
+    const auto place = [&](int64_t i) { return columns.slot[i] * max_parts + columns.part[i]; };
+    scatter_to(to, to_rows, rows, place, from, row_bytes);
 }
 
 }  // namespace columns

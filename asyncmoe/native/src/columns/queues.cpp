@@ -11,16 +11,16 @@ namespace columns {
 
 void Hold::read(int64_t read_rows) {
     rows -= read_rows;
-    if (rows == 0 && !release.is_none()) {
-        const py::object last = std::exchange(release, py::none());
-        call(last);
-    }
+    if (rows == 0) release();
 }
 
 void Taken::init(std::vector<RowSegment> taken) {
     segments = std::move(taken);
-    std::stable_sort(segments.begin(), segments.end(),
-                     [](const RowSegment& a, const RowSegment& b) { return a.source < b.source; });
+    if (segments.size() > 1) {  // it takes memory even for one
+        std::stable_sort(
+            segments.begin(), segments.end(),
+            [](const RowSegment& a, const RowSegment& b) { return a.source < b.source; });
+    }
     for (const RowSegment& each : segments) rows += each.parcel.rows;
 }
 
@@ -34,6 +34,7 @@ int Taken::visit(visitproc visit, void* arg) {
 }
 
 py::list Taken::payloads() const {
+    if (is_read) return py::list();
     py::list found(segments.size());
     for (size_t i = 0; i < segments.size(); ++i) found[i] = segments[i].parcel.payload;
     return found;
@@ -49,10 +50,10 @@ py::tuple Taken::columns(py::handle local, py::ssize_t local_experts, bool per_e
 }
 
 void Taken::read(const Column<int64_t>& held) {
-    std::vector<RowSegment> read;
-    std::swap(read, segments);
-    for (const RowSegment& each : read) held.at(each.source, "held_rows") -= each.parcel.rows;
-    for (const RowSegment& each : read) each.hold->read(each.parcel.rows);
+    if (is_read) return;
+    is_read = true;
+    for (const RowSegment& each : segments) held.at(each.source, "held_rows") -= each.parcel.rows;
+    for (const RowSegment& each : segments) each.hold->read(each.parcel.rows);
 }
 
 Queues::Queues(py::object chain_of_stages)
@@ -73,14 +74,18 @@ Queues::Queues(py::object chain_of_stages)
 
 void Queues::Queue::push(Chunk chunk, double now_s, int64_t decision) {
     chunks.push(chunk);
+    note(1, now_s, decision);
+}
+
+void Queues::Queue::note(int64_t count, double now_s, int64_t decision) {
     if (!runs.empty()) {
         Run& last = runs[runs.size() - 1];
         if (last.joined_s == now_s && last.joined_decision == decision) {
-            ++last.chunks;
+            last.chunks += count;
             return;
         }
     }
-    runs.push({1, now_s, decision});
+    runs.push({count, now_s, decision});
 }
 
 Queues::Chunk Queues::Queue::pop() {
@@ -139,11 +144,27 @@ void Queues::put_chunk(int64_t stage, int32_t chunk, int32_t rows_of_it, double 
     joined(stage, rows_of_it, now_s);
 }
 
-void Queues::put_parcel(int64_t source, py::handle parcel, py::object release, double now_s) {
-    put(source, PackedView(parcel), std::move(release), now_s);
+void Queues::put_ready(const Chunks& table, const std::vector<Number>& chunks, double now_s) {
+    for (size_t i = 0; i < chunks.size();) {
+        const Number stage = table.stage[chunks[i]];
+        Queue& queue = chunk_queue(stage);
+        int64_t more = 0;
+        const size_t first = i;
+        for (; i < chunks.size() && table.stage[chunks[i]] == stage; ++i) {
+            const Number rows_of_it = table.rows[chunks[i]];
+            queue.chunks.push({chunks[i], rows_of_it});
+            more += rows_of_it;
+        }
+        queue.note(i - first, now_s, decision);
+        joined(stage, more, now_s);
+    }
 }
 
-void Queues::put(int64_t source, PackedView parcel, py::object release, double now_s) {
+void Queues::put_parcel(int64_t source, py::handle parcel, py::object release, double now_s) {
+    put(source, PackedView(parcel), Release(std::move(release)), now_s);
+}
+
+void Queues::put(int64_t source, PackedView parcel, Release release, double now_s) {
     const int64_t stage = parcel.stage, more = parcel.rows;
     Queue& queue = row_queue(stage);
     auto hold = std::make_shared<Hold>(Hold{more, std::move(release)});

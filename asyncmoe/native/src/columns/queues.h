@@ -5,7 +5,9 @@
 #include <memory>
 #include <vector>
 
+#include "books.h"
 #include "boxed.h"
+#include "lease.h"
 #include "parcel.h"
 #include "ring.h"
 
@@ -14,7 +16,7 @@ namespace columns {
 // A lease shared by the pieces of a split parcel, see the twin.
 struct Hold {
     int64_t rows;
-    py::object release;  // None: nobody waits for it
+    Release release;
 
     void read(int64_t read_rows);
 };
@@ -24,7 +26,7 @@ struct RowSegment {
     void each_reference(F& visit) {
         visit(parcel.packed);
         visit(parcel.payload);
-        if (hold.use_count() == 1) visit(hold->release);  // else not of this segment alone
+        if (hold.use_count() == 1) hold->release.each_reference(visit);  // else not of it alone
     }
 
     int64_t source;
@@ -40,12 +42,14 @@ struct Taken {
 
     py::list payloads() const;
     py::tuple columns(py::handle local, py::ssize_t local_experts, bool per_expert) const;
+    // The parcels themselves end with this object, wherever that does.
     void read(const Column<int64_t>& held_rows);
 
     int visit(visitproc visit, void* arg);
     void clear() { const std::vector<RowSegment> gone = std::move(segments); }
 
     int64_t rows = 0;
+    bool is_read = false;
     std::vector<RowSegment> segments;  // in ascending order of their source
 };
 
@@ -56,8 +60,10 @@ class Queues {
     void put_chunks(int64_t stage, py::handle chunks, py::handle rows, double now_s,
                     py::handle total);
     void put_chunk(int64_t stage, int32_t chunk, int32_t rows, double now_s);
+    // The same for some that are ready together, of the stages that `table` has.
+    void put_ready(const Chunks& table, const std::vector<Number>& chunks, double now_s);
     void put_parcel(int64_t source, py::handle parcel, py::object release, double now_s);
-    void put(int64_t source, PackedView parcel, py::object release, double now_s);
+    void put(int64_t source, PackedView parcel, Release release, double now_s);
     py::array_t<int64_t> take_chunks(int64_t stage, int64_t max_rows);
     Ref<Taken> take_rows(int64_t stage, int64_t max_rows);
     void remove_chunks(int64_t stage, py::handle chunks);
@@ -97,6 +103,8 @@ class Queues {
         std::deque<RowSegment> segments;  // of an expert stage
 
         void push(Chunk chunk, double now_s, int64_t decision);
+        // `count` chunks have joined.
+        void note(int64_t count, double now_s, int64_t decision);
         Chunk pop();
     };
 

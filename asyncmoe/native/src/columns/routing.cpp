@@ -137,8 +137,8 @@ py::tuple route(py::handle experts_array, py::handle weights_array, py::handle o
         const Destination& d = to[rank];
         if (d.rows == 0) continue;
         const py::handle payload = PyList_GET_ITEM(payloads.ptr(), parcels.size());
-        parcels.append(py::make_tuple(
-            rank, make_parcel(kDispatch, stage, d.rows, d.pairs, d.block, payload)));
+        parcels.append(py::make_tuple(rank, make_parcel(kDispatch, stage, d.rows, d.pairs, d.block,
+                                                        payload, 0, described(payload))));
     }
     return py::make_tuple(parts.array, parcels);
 }

@@ -4,15 +4,24 @@
 #include <algorithm>
 #include <vector>
 
+#include "prefetch.h"
+
 namespace columns {
 namespace {
 
 // Decode steps, which are chunks of one row, stand before the longer ones; else the order stays.
 // `in_order` is filled only if it is another.
-int64_t order(const Column<const int64_t>& chunks, const Column<const Number>& rows_of,
-              int64_t* total, std::vector<int64_t>* in_order) {
+int64_t order(const Column<const int64_t>& chunks, const Chunks& table, int64_t* total,
+              std::vector<int64_t>* in_order) {
+    const auto& rows_of = table.rows;
     py::ssize_t singles = 0;
     *total = 0;
+    int64_t before = -1;
+    for (py::ssize_t i = 0; i < chunks.size; ++i) {
+        table.rows.at(chunks[i], "the chunk table");
+        prefetch_at(chunks[i], before, table.rows.data, table.request.data, table.first_slot.data);
+        before = chunks[i];
+    }
     for (py::ssize_t i = 0; i < chunks.size; ++i) {
         const Number rows = rows_of.at(chunks[i], "the chunk table");
         if (rows < 1) throw py::value_error("a chunk without rows");
@@ -37,10 +46,12 @@ py::tuple gather_rows(const Books& books, const py::object& given_array) {
     std::vector<int64_t> in_order;
     auto made = Ref<Gathered>::make();
     Gathered& to = *made;
-    to.singles = order(given, table.rows, &rows, &in_order);
+    to.singles = order(given, table, &rows, &in_order);
     to.segments = given.size;
     to.rows = rows;
-    to.numbers.reset(new Number[2 * to.segments + 3 * rows + (rows + 3) / 4]);
+    const int64_t size = 2 * to.segments + 3 * rows + (rows + 3) / 4;
+    to.numbers.reset(new Number[size]);
+    for (int64_t i = 0; i < size; ++i) prefetch_at(i, i - 1, to.numbers.get());
     const int64_t* chunks = in_order.empty() ? given.data : in_order.data();
     auto* request = const_cast<Number*>(to.request());
     auto* counts = const_cast<Number*>(to.counts());
@@ -62,9 +73,16 @@ py::tuple gather_rows(const Books& books, const py::object& given_array) {
         check_size(list.size, count, "slots");
         for (int64_t j = 0; j < count; ++j) slots[row++] = static_cast<Number>(list[j]);
     }
+    Number before = -1;
     for (row = 0; row < rows; ++row) {
         const Number slot = slots[row];
-        positions[row] = books.position.at(slot, "the token table");
+        books.position.at(slot, "the token table");
+        prefetch_at(slot, before, books.position.data, books.epoch.data, books.part_count.data);
+        before = slot;
+    }
+    for (row = 0; row < rows; ++row) {
+        const Number slot = slots[row];
+        positions[row] = books.position[slot];
         epochs[row] = books.epoch[slot];
         part_count[row] = books.part_count[slot];
     }

@@ -2,8 +2,6 @@
 // a Python object, instead of five attributes. Where there is no such table, the attributes it is.
 #include "tensor.h"
 
-#include "names.h"
-
 namespace columns {
 namespace {
 
@@ -92,6 +90,25 @@ bool describe(py::handle tensor, TensorRows* found) {
                             (found->rows == 1 || view.strides[0] == found->hidden);
     found->data = static_cast<const uint8_t*>(view.data) + view.byte_offset;
     return empty || contiguous;
+}
+
+const TensorRows* Described::of(py::handle object, py::handle tensor) {
+    if (!object || !Py_IS_TYPE(object.ptr(), Boxed<Described>::type)) return nullptr;
+    const Described& noted = unboxed<Described>(object.ptr());
+    return noted.tensor == tensor.ptr() ? &noted.rows : nullptr;
+}
+
+py::object described(py::handle tensor) {
+    TensorRows rows;
+    if (!describe(tensor, &rows)) return py::none();
+    auto made = Ref<Described>::make();
+    *made = {tensor.ptr(), rows};
+    return made.object();
+}
+
+void bind_tensor(py::module_& m) {
+    add_box<Described>(m, "asyncmoe.native._columns.Described", {});
+    m.def("described", &described);
 }
 
 }  // namespace columns

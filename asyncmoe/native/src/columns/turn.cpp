@@ -5,6 +5,8 @@
 #include <limits>
 #include <utility>
 
+#include "function.h"
+#include "handover.h"
 #include "members.h"
 #include "numbers.h"
 
@@ -42,13 +44,15 @@ const TimesMembers& of_times() {
 }
 
 int64_t stage_of(const py::object& step) {
-    return ExpertStages::is_step(step.ptr()) ? ExpertStages::stage_of(step.ptr())
-                                             : whole(get(step, attributes().stage).ptr());
+    if (ExpertStages::is_step(step.ptr())) return ExpertStages::stage_of(step.ptr());
+    if (AttentionStages::is_step(step.ptr())) return AttentionStages::stage_of(step.ptr());
+    return whole(get(step, attributes().stage).ptr());
 }
 
 int64_t rows_of(const py::object& step) {
-    return ExpertStages::is_step(step.ptr()) ? ExpertStages::rows_of(step.ptr())
-                                             : whole(get(step, attributes().row_count).ptr());
+    if (ExpertStages::is_step(step.ptr())) return ExpertStages::rows_of(step.ptr());
+    if (AttentionStages::is_step(step.ptr())) return AttentionStages::rows_of(step.ptr());
+    return whole(get(step, attributes().row_count).ptr());
 }
 
 void add(const Member& member, const py::object& to, double more) {
@@ -81,6 +85,10 @@ void Turn::init(py::handle self, const py::object& workings) {
     queues_ = workings.attr("queues").cast<std::shared_ptr<Queues>>();
     const py::object experts = workings.attr("experts");
     if (!experts.is_none()) experts_ = std::make_shared<ExpertStages>(experts);
+    const py::object attention_stages = workings.attr("attention");
+    if (!attention_stages.is_none()) {
+        attention_ = std::make_shared<AttentionStages>(attention_stages);
+    }
     const py::object policy = workings.attr("policy");
     const auto max_rows = column<int64_t>(policy.attr("max_rows"), "max_rows");
     const auto min_rows = column<int64_t>(policy.attr("min_rows"), "min_rows");
@@ -100,21 +108,23 @@ void Turn::init(py::handle self, const py::object& workings) {
 void Turn::close() {
     closed_ = true;
     stages_ = py::none();
-    experts_.reset();
+    watch();
+    const py::object gone = std::exchange(spent_, py::none());
 }
 
 int Turn::visit(visitproc visit, void* arg) {
     for (const py::object* each :
          {&fill_, &done_, &fail_, &travel_, &timer_s_, &stages_, &running_, &after_, &append_,
-          &popleft_, &submit_, &ender_, &executed_, &clock_.object(), &now_s_.object()}) {
+          &popleft_, &submit_, &ender_, &executed_, &spent_, &clock_.object(), &now_s_.object()}) {
         Py_VISIT(each->ptr());
     }
     for (const Stage& each : of_stage_) Py_VISIT(each.times.ptr());
-    if (!experts_ || experts_.use_count() > 1) return 0;
     int stopped = 0;
-    experts_->each_reference([&](const py::object& reference) {
+    const auto each = [&](const py::object& reference) {
         if (stopped == 0 && reference.ptr() != nullptr) stopped = visit(reference.ptr(), arg);
-    });
+    };
+    if (experts_ && experts_.use_count() == 1) experts_->each_reference(each);
+    if (attention_ && attention_.use_count() == 1) attention_->each_reference(each);
     return stopped;
 }
 
@@ -167,7 +177,7 @@ void Turn::fill(double begin_s) {
         ++queues_->decision;
         note(choice.stage, step);
         call(append_, step);
-        call(submit_, step, ender_);
+        submit(step);
         const double end_s = clock_();
         add(of_times().prepare_s, of_stage_[choice.stage].times, end_s - begin_s);
         begin_s = end_s;
@@ -209,12 +219,34 @@ py::object Turn::prepare(int64_t stage) {
         const auto experts = experts_;
         return experts->prepare(stage, most);
     }
-    const py::int_ number(stage);
-    py::object step = call_method(stages_, attributes().prepare, number, py::int_(most));
+    const auto attention = attention_;
+    py::object step = attention && attention->has(stage)
+                          ? attention->prepare(stage, most)
+                          : call_method(stages_, attributes().prepare, py::int_(stage),
+                                        py::int_(most));
     if (of_stage_[stage].travels && queues_->total == 0 && !computes()) {
-        step = call(travel_, number, step);
+        const py::object travel = travel_;
+        step = call(travel, py::int_(stage), step);
     }
     return step;
+}
+
+// Till the next batch goes to the device.
+void Turn::keep(const py::object& step, PyObject* result) {
+    if (Function<2, Submitting>::of(submit_) == nullptr) return;
+    PyObject* const all = PyTuple_Pack(3, spent_.ptr(), step.ptr(), result);
+    if (all == nullptr) throw py::error_already_set();
+    spent_ = py::reinterpret_steal<py::object>(all);
+}
+
+// With what the batches before have left, if the device takes it.
+void Turn::submit(const py::object& step) {
+    if (const Submitting* thread = Function<2, Submitting>::of(submit_)) {
+        thread->handover->submit(step, ender_, std::exchange(spent_, py::none()));
+    } else {
+        const py::object submit = submit_;
+        call(submit, step, ender_);
+    }
 }
 
 void Turn::note(int64_t stage, const py::object& step) {
@@ -234,7 +266,7 @@ void Turn::tell() {
 // See `Executor._done`.
 void Turn::done(PyObject* result, PyObject* error, PyObject* compute_s) {
     if (is_closed()) return;
-    if (error != Py_None || PyObject_Size(after_.ptr()) != 0 ||
+    if (error != Py_None || length_of(after_) != 0 ||
         Py_TYPE(result) == reinterpret_cast<PyTypeObject*>(attributes().passed.ptr())) {
         attempt([this] { tell(); });
         const py::object done = done_;
@@ -244,6 +276,7 @@ void Turn::done(PyObject* result, PyObject* error, PyObject* compute_s) {
     const py::object step = call(popleft_);  // a device works in order
     attempt([&] {
         const double end_s = finish(step, result, compute_s);
+        keep(step, result);
         if (computes()) {
             bell->ring();
         } else {  // before anything else that waits for the loop: the device is idle
@@ -263,10 +296,12 @@ double Turn::finish(const py::object& step, PyObject* result, PyObject* compute_
     add(of_times().batches, times, int64_t{1});
     add(of_times().rows, times, rows_of(step));
     add(of_times().compute_s, times, real(compute_s));
-    if (experts_ && ExpertStages::is_step(step.ptr())) {
-        const auto experts = experts_;
+    const auto experts = experts_;
+    const auto attention = attention_;
+    if (experts && ExpertStages::is_step(step.ptr())) {
         experts->finish(step.ptr(), py::reinterpret_borrow<py::object>(result));
-    } else {
+    } else if (!attention || !AttentionStages::is_step(step.ptr()) ||
+               !attention->finish(step.ptr(), result)) {
         call_method(stages_, attributes().finish, step, py::handle(result));
     }
     const double end_s = clock_();

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "attention_stages.h"
 #include "bell.h"
 #include "boxed.h"
 #include "clock.h"
@@ -23,8 +24,11 @@ struct Turn {
     void hear();
     // The device is done with the batch that it was given first.
     void done(PyObject* result, PyObject* error, PyObject* compute_s);
-    // Expert batches go through the executor's stages from now on, like all others.
-    void watch() { experts_.reset(); }
+    // All batches go through the executor's stages from now on.
+    void watch() {
+        experts_.reset();
+        attention_.reset();
+    }
     // Nothing is done any more, and the stages are let go.
     void close();
 
@@ -50,21 +54,25 @@ struct Turn {
     void fill(double begin_s);
     Choice choose() const;
     py::object prepare(int64_t stage);
+    void submit(const py::object& step);
+    void keep(const py::object& step, PyObject* result);
     double finish(const py::object& step, PyObject* result, PyObject* compute_s);
     void note(int64_t stage, const py::object& step);
     void tell();
-    bool computes() const { return PyObject_Size(running_.ptr()) != 0; }
-    bool is_full() const { return PyObject_Size(running_.ptr()) >= depth_; }
+    bool computes() const { return length_of(running_) != 0; }
+    bool is_full() const { return length_of(running_) >= depth_; }
     bool is_closed() const { return closed_ || !bell; }
 
     py::object fill_, done_, fail_, travel_, timer_s_;  // the executor's ways
     py::object stages_, running_, after_, append_, popleft_, submit_, ender_;
     py::object executed_;  // of the rule; None: it takes no note
+    py::object spent_ = py::none();  // batches that are over, for the compute thread to free
     // Batches that the rule has not been told of: (stage, rows). It looks at them when it chooses.
     std::vector<std::pair<int64_t, int64_t>> untold_;
     Clock clock_, now_s_;
     std::shared_ptr<Queues> queues_;
-    std::shared_ptr<const ExpertStages> experts_;  // null: `stages_` has all
+    std::shared_ptr<const ExpertStages> experts_;  // null: `stages_` has them
+    std::shared_ptr<const AttentionStages> attention_;  // likewise
     std::vector<Stage> of_stage_;
     int64_t depth_ = 0;
     bool closed_ = false;

@@ -101,6 +101,7 @@ void Writer::add(py::handle buffer) {
 void Writer::add(const py::object& owner, const uint8_t* data, size_t size) {
     if (size == 0) return;
     Piece piece{};
+    piece.what = Piece::kOwned;
     piece.owner = owner.inc_ref().ptr();
     piece.data = data;
     piece.size = size;
@@ -109,20 +110,27 @@ void Writer::add(const py::object& owner, const uint8_t* data, size_t size) {
 }
 
 void Writer::add(const Outbound::Frame& frame) {
-    const py::bytes head = encoded(frame);
-    add(head, reinterpret_cast<const uint8_t*>(PyBytes_AS_STRING(head.ptr())),
-        static_cast<size_t>(PyBytes_GET_SIZE(head.ptr())));
+    Piece piece{};
+    piece.what = Piece::kPrelude;
+    piece.size = kPreludeBytes;
+    pieces_.push_back(piece);  // where it stays: the prelude is sent from there
+    pieces_.back().data = pieces_.back().prelude;
+    write_prelude(frame.head, pieces_.back().prelude);
+    queued_ += kPreludeBytes;
+    if (PyBytes_Check(frame.columns.ptr())) {
+        add(frame.columns, reinterpret_cast<const uint8_t*>(PyBytes_AS_STRING(frame.columns.ptr())),
+            static_cast<size_t>(PyBytes_GET_SIZE(frame.columns.ptr())));
+    } else {
+        add(frame.columns);
+    }
     add(frame.payload.owner, frame.payload.data, frame.payload.size);
 }
 
 void Writer::drop_front() {
     Piece piece = pieces_.front();
     pieces_.pop_front();
-    if (piece.owner != nullptr) {
-        Py_DECREF(piece.owner);
-    } else {
-        PyBuffer_Release(&piece.view);
-    }
+    if (piece.what == Piece::kOwned) Py_DECREF(piece.owner);
+    if (piece.what == Piece::kView) PyBuffer_Release(&piece.view);
 }
 
 // Something was queued: if nothing was before, give it to the kernel now.

@@ -42,8 +42,12 @@ class Writer : public std::enable_shared_from_this<Writer> {
 
   private:
     struct Piece {
-        Py_buffer view;
-        PyObject* owner;  // null: the view is
+        enum { kView, kOwned, kPrelude } what;
+        union {
+            Py_buffer view;
+            PyObject* owner;
+            uint8_t prelude[kPreludeBytes];
+        };
         const uint8_t* data;
         size_t size;
     };

@@ -1,0 +1,186 @@
+#include "handover.h"
+
+#include <unistd.h>
+
+#include <chrono>
+#include <utility>
+
+#include "function.h"
+
+namespace columns {
+namespace {
+
+double now_s() {
+    const auto since = std::chrono::steady_clock::now().time_since_epoch();
+    return std::chrono::duration<double>(since).count();
+}
+
+// The exception that is set, with its traceback.
+py::object raised() {
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_NormalizeException(&type, &value, &trace);
+    if (trace != nullptr) PyException_SetTraceback(value, trace);
+    Py_XDECREF(type);
+    Py_XDECREF(trace);
+    return py::reinterpret_steal<py::object>(value);
+}
+
+}  // namespace
+
+void Handover::submit(py::object work, py::object done, py::object spent) {
+    {
+        const std::lock_guard<std::mutex> guard(mutex_);
+        works_.push_back({std::move(work), std::move(done), std::move(spent)});
+    }
+    changed_.notify_one();
+}
+
+void Handover::signal_to(int fd, int read_fd) {
+    read_fd_ = read_fd;
+    {
+        const std::lock_guard<std::mutex> guard(telling_);
+        fd_ = fd;
+    }
+    if (!outcomes_.empty()) tell_loop();
+}
+
+void Handover::end() {
+    {
+        const std::lock_guard<std::mutex> guard(mutex_);
+        ending_ = true;
+    }
+    changed_.notify_one();
+}
+
+void Handover::tell_loop() {
+    const uint64_t one = 1;  // what an eventfd takes; a pipe that is full has told already
+    const std::lock_guard<std::mutex> guard(telling_);
+    if (fd_ >= 0 && write(fd_, &one, sizeof one) < 0) return;
+}
+
+bool Handover::await_work(bool tell) {
+    const py::gil_scoped_release others_may_run;
+    if (tell) tell_loop();
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [this] { return ending_ || !works_.empty(); });
+    return !works_.empty();
+}
+
+void Handover::serve() {
+    for (bool tell = false; await_work(tell); tell = true) {
+        Work work;
+        {
+            const std::lock_guard<std::mutex> guard(mutex_);
+            work = std::move(works_.front());
+            works_.pop_front();
+        }
+        work.spent = py::none();  // first, so that the work may have that memory
+        compute(work);
+    }
+}
+
+void Handover::compute(Work& work) {
+    const double begin_s = now_s();
+    py::object result = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(work.work.ptr()));
+    // Also what is no `Exception`: a panic in an extension must not end the thread.
+    py::object error = result ? py::none() : raised();
+    if (!result) result = py::none();
+    const double compute_s = now_s() - begin_s;
+    busy_s_ = busy_s_ + compute_s;
+    outcomes_.push_back({std::move(work.done), std::move(result), std::move(error), compute_s});
+    work = {};  // nothing of a batch outlives it here
+}
+
+void Handover::deliver() {
+    char told[512];
+    if (read_fd_ >= 0 && read(read_fd_, told, sizeof told) < 0) told[0] = 0;
+    for (size_t left = outcomes_.size(); left > 0 && !outcomes_.empty(); --left) {
+        const Outcome outcome = std::move(outcomes_.front());
+        outcomes_.pop_front();
+        try {
+            call(outcome.done, outcome.result, outcome.error, py::float_(outcome.compute_s));
+        } catch (...) {  // the others' turn comes
+            if (!outcomes_.empty()) tell_loop();
+            throw;
+        }
+    }
+}
+
+int Handover::visit(visitproc visit, void* arg) {
+    for (const Work& each : works_) {
+        Py_VISIT(each.work.ptr());
+        Py_VISIT(each.done.ptr());
+        Py_VISIT(each.spent.ptr());
+    }
+    for (const Outcome& each : outcomes_) {
+        Py_VISIT(each.done.ptr());
+        Py_VISIT(each.result.ptr());
+        Py_VISIT(each.error.ptr());
+    }
+    return 0;
+}
+
+void Handover::clear() {
+    std::deque<Work> works;
+    {
+        const std::lock_guard<std::mutex> guard(mutex_);
+        std::swap(works, works_);
+    }
+    const std::deque<Outcome> outcomes = std::exchange(outcomes_, {});
+}
+
+py::object Submitting::operator()(PyObject* const* arguments) const {
+    handover->submit(py::reinterpret_borrow<py::object>(arguments[0]),
+                     py::reinterpret_borrow<py::object>(arguments[1]), py::none());
+    return py::none();
+}
+
+namespace {
+
+template <void (Handover::*Method)()>
+PyObject* call_it(PyObject* self, PyObject*) {
+    return guarded([&]() -> PyObject* {
+        (unboxed<Handover>(self).*Method)();
+        Py_RETURN_NONE;
+    });
+}
+
+PyObject* signal_to(PyObject* self, PyObject* arguments) {
+    int fd, read_fd;
+    if (PyArg_ParseTuple(arguments, "ii", &fd, &read_fd) == 0) return nullptr;
+    return guarded([&]() -> PyObject* {
+        unboxed<Handover>(self).signal_to(fd, read_fd);
+        Py_RETURN_NONE;
+    });
+}
+
+PyObject* submitter(PyObject* self, PyObject*) {
+    return guarded([&]() -> PyObject* {
+        return function<2>(Submitting{Ref<Handover>::borrowed(self)}).release().ptr();
+    });
+}
+
+PyObject* get_busy_s(PyObject* self, void*) {
+    return PyFloat_FromDouble(unboxed<Handover>(self).busy_s());
+}
+
+PyGetSetDef fields[] = {{"busy_s", get_busy_s, nullptr, nullptr, nullptr}, {}};
+
+PyMethodDef methods[] = {
+    {"serve", call_it<&Handover::serve>, METH_NOARGS, nullptr},
+    {"deliver", call_it<&Handover::deliver>, METH_NOARGS, nullptr},
+    {"end", call_it<&Handover::end>, METH_NOARGS, nullptr},
+    {"signal_to", signal_to, METH_VARARGS, nullptr},
+    {"submitter", submitter, METH_NOARGS, nullptr},
+    {},
+};
+
+}  // namespace
+
+void bind_handover(py::module_& m) {
+    add_box<Handover>(m, "asyncmoe.native._columns.Handover",
+                      {{Py_tp_methods, methods}, {Py_tp_getset, fields}}, 0, true);
+}
+
+}  // namespace columns
