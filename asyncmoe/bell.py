@@ -27,6 +27,7 @@ class Bell:
         self.wanted = False
         self.rung = False  # `hear` is to come
         self.mute = False  # for ever
+        self.wanted_at = 0  # where `wanted` is in memory; 0: nowhere
 
     def ring(self) -> None:
         """Rows became ready."""

@@ -22,9 +22,9 @@ class Device(ABC):
 
     Promises, for every implementation:
     - work runs one piece at a time, in the order submitted;
-    - `submit` never blocks the loop; `done` is called on the loop that called it, in the order
-      submitted, after the work's reads and writes of tensors are done and visible to the loop and
-      to later work;
+    - `submit` never blocks the loop, and all calls come from one loop until that is closed; `done`
+      is called there, in the order submitted, after the work's reads and writes of tensors are done
+      and visible to the loop and to later work;
     - an exception in the work is handed to `done`, and later work still runs.
     """
 

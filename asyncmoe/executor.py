@@ -23,6 +23,7 @@ import numpy as np
 from asyncmoe import native
 from asyncmoe.bell import make_bell
 from asyncmoe.device import Device, Done, Submit
+from asyncmoe.herald import Herald
 from asyncmoe.microqueue import Queues, are_plain
 from asyncmoe.passage import Passage, Passed
 from asyncmoe.policy import BatchPolicy
@@ -47,12 +48,14 @@ class Stages(Protocol):
     def prepare(self, stage: int, max_rows: int) -> Step:
         """Take a batch off the queue of `stage`, which is not empty, and gather its columns."""
 
-    def passage(self, step: Step, last: Callable[[], int], wanted: Callable[[], bool]) -> Step:
+    def passage(self, step: Step, last: Callable[[], int], herald: Herald) -> Step:
         """`step`, the only batch on this rank, with as many of the stages behind it as may be.
 
-        `last` says behind which stage there may be none. `wanted` is true once it has to come back
-        before its next attention stage.
+        `last` says behind which stage of a decode step there may be none.
         """
+
+    def went_on(self, step: Passage, passed: Passed) -> None:
+        """`step`, which is still with the device, has got tokens and gone on to their stages."""
 
     def finish(self, step: Step, result: Any) -> None:
         """The device is done with `step`."""
@@ -129,6 +132,7 @@ class Executor:
         self.notify = self.bell.ring
         self._timer: asyncio.TimerHandle | None = None  # to look at the queues again
         self._timer_s = math.inf  # loop time when it does
+        self._herald: Herald | None = None  # of passages; made for the first
         self._closed = False
 
     def _workings(
@@ -188,6 +192,8 @@ class Executor:
                 self._timer.cancel()
             if self._turn is not None:
                 self._turn.close()
+            if self._herald is not None:
+                self._herald.close()
             del self._stages
 
     def _pump(self) -> None:
@@ -212,14 +218,38 @@ class Executor:
                 step = self._travel(stage, step)
             self._note(stage, step.row_count)
             self._running.append(step)
-            self._device.submit(step, self._end)
+            if self._turn is None:
+                self._device.submit(step, self._end)
+            else:
+                self._turn.submit(step)
             self._times.kinds[step.kind].prepare_s += self._times.clock() - begin_s
 
     def _travel(self, stage: int, step: Step) -> Step:
         """`step`, alone on this rank, as a passage if it can be one."""
         self.bell.wanted = False
+        if self._herald is None:
+            self._herald = Herald(self.bell, self._look)
         last = partial(self._policy.reach, stage, step.row_count)
-        return self._stages.passage(step, last, lambda: self.bell.wanted)
+        return self._stages.passage(step, last, self._herald)
+
+    def _look(self) -> None:
+        """Hear what a passage has left to be heard of."""
+        while not self._closed and self._running:
+            step = self._running[0]
+            if not isinstance(step, Passage) or (passed := step.unheard()) is None:
+                return
+            self._hear(step, passed)
+
+    def _hear(self, step: Passage, passed: Passed) -> None:
+        begin_s = self._times.clock()
+        try:
+            self._passed(step, passed, 0.0)
+            note = self._note if self._turn is None else self._turn.note
+            note(0, step.row_count)  # A0 of the next token
+            self._stages.went_on(step, passed)
+            self._times.kinds[step.kind].finish_s += self._times.clock() - begin_s
+        except Exception as fault:
+            self._break(fault)
 
     @property
     def _is_alone(self) -> bool:
@@ -298,6 +328,7 @@ class Executor:
         stages.broken(error)
 
     def _done(self, result: Any, error: BaseException | None, compute_s: float) -> None:
+        self._look()
         if self._closed:
             return
         step = self._running.popleft()  # a device works in order
@@ -309,6 +340,8 @@ class Executor:
             else:
                 self._passed(step, result, compute_s)
                 self._stages.finish(step, result)
+            if self._turn is not None:
+                self._turn.tell()
             if self._synchronous:
                 self._scheduler.finished(step.stage)
             while self._after and self._after[0][0] <= self._over:
@@ -326,6 +359,9 @@ class Executor:
         rows = step.row_count
         if not isinstance(result, Passed):
             self._times.kinds[step.kind].add(rows, compute_s)
+            return
+        if self._turn is not None:
+            self._turn.passed(result.stages, rows)
             return
         for stage, seconds in result.stages:
             self._times.kinds[self._queues.chain.kinds[stage]].add(rows, seconds)

@@ -9,56 +9,30 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from asyncmoe import native
+from asyncmoe.arrivals import Arrivals
 from asyncmoe.chunks import NONE, ChunkTable
 from asyncmoe.config import EngineConfig
 from asyncmoe.errors import ConfigError, RequestError
+from asyncmoe.host import Host
 from asyncmoe.kvcache import BlockPool
-from asyncmoe.messages import Admit, Ended, Message, TokensOut
+from asyncmoe.messages import Admit, Ended, TokensOut
 from asyncmoe.microqueue import Queues, are_plain
 from asyncmoe.request import Request, checked_request
 from asyncmoe.rows import Rows
-from asyncmoe.sampler import BAD_LOGITS, Sampled
+from asyncmoe.sampler import BAD_LOGITS, Course, Sampled
 from asyncmoe.samplingtable import GO_ON, STOP, SamplingTable
 from asyncmoe.stage import StageChain
 from asyncmoe.steps import AttentionResult, AttentionStep, HeadStep
 from asyncmoe.tokentable import TokenTable
 from asyncmoe.tracks import Tracks
 from asyncmoe.transport import Parcel
-
-
-class Host(Protocol):
-    """What a home needs of its rank."""
-
-    def now_s(self) -> float:
-        """Loop time."""
-
-    def emit(self, message: Message) -> None:
-        """Send a message to the front end."""
-
-    def discard(self, slots: NDArray[np.int64], epochs: NDArray[np.uint32]) -> None:
-        """Tell the expert ranks, at best effort, that these rows are dead."""
-
-    def wipe(self, blocks: NDArray[np.int64]) -> None:
-        """Zero these KV blocks: what is not finite in them would reach their next owner, whose
-        attention masks what it must not see with a factor of 0, and 0 times NaN is NaN."""
-
-    def after_running(self, callback: Callable[[], None]) -> None:
-        """Call back once the stages that now run on the device have ended."""
-
-    def soon(self, callback: Callable[[], None]) -> None:
-        """Call back in the loop's next turn, after the device was offered what is ready now."""
-
-    @property
-    def computing(self) -> bool:
-        """Whether a batch is with the device."""
-
 
 _FINISH = (None, "stop", "length")
 _TOKENS_PER_MESSAGE = 512  # with 20 logprobs each they stay below the least message limit
@@ -94,18 +68,20 @@ class Home:
         self._config, self._context, self._vocab = config, context, vocab
         self._chain, self._queues, self._prune = chain, queues, prune
         self._host = host
+        self._arrivals = Arrivals(table, host)
         self.books: Any = None  # the tables, for what is compiled
         self.homecoming: Any = None  # `take_in` and `let_go`, compiled
         if native.columns is not None:
             self.books = native.columns.Books(table, self.chunks)
             if not are_plain(queues):
                 self.homecoming = native.columns.Homecoming(
-                    table, self.books, queues, host.now_s, self.see_to_arrivals, self._look
+                    table,
+                    self.books,
+                    queues,
+                    host.now_s,
+                    self._arrivals.see_to,
+                    self._arrivals.look,
                 )
-        self._awaited = False  # somebody waits for memory that has arrived since `_look` was called
-        self._seen_arrival: object = None  # the oldest that was not copied when a stage last ended
-        self._asked = False  # whether `_settle_if_idle` is to come
-        self._put_off = False  # it came while a batch computed
         self._waiting: deque[Request] = deque()
         self._prefilling: deque[Request] = deque()
         self._by_id: dict[int, Request] = {}
@@ -317,50 +293,14 @@ class Home:
         if len(done):
             self._enqueue(self.chunks.complete(self.table.chunk[done].astype(np.int64)))
         if release is not None:
-            self._awaited |= bool(self.table.arrived)
-            self.see_to_arrivals()
+            self._arrivals.came()
 
     def let_go(self) -> None:
-        """A stage has ended: release the memory of the rows that it has copied.
-
-        Rows that arrived before the last stage but one ended are copied now, by the loop, if a
-        sender may wait for their memory: no merge behind that is certain to come.
-        """
+        """A stage has ended: release the memory of the rows that it has copied (`Arrivals`)."""
         if self.homecoming is not None:
             self.homecoming.let_go()
-            return
-        self.table.let_go()
-        if self._awaited:
-            self._awaited = bool(self.table.arrived)
-            self._look()
-
-    def _look(self) -> None:
-        table = self.table
-        if not table.arrived:
-            self._seen_arrival, self._put_off = None, False
-            return
-        oldest = table.oldest_arrival
-        if oldest is not None and oldest is self._seen_arrival:
-            self._settle()
-        self._seen_arrival = oldest
-        if self._put_off:
-            self.see_to_arrivals()
-
-    def see_to_arrivals(self) -> None:
-        """Copy what has arrived in the loop's next turn, should nothing compute then."""
-        if self.table.arrived and not self._asked:
-            self._asked = True
-            self._host.soon(self._settle_if_idle)
-
-    def _settle_if_idle(self) -> None:
-        self._asked = False
-        self._put_off = self._host.computing
-        if not self._put_off:
-            self._settle()
-
-    def _settle(self) -> None:
-        self.table.settle()
-        self.table.let_go()
+        else:
+            self._arrivals.let_go()
 
     def leave_head(self, step: HeadStep, sampled: Sampled | None) -> None:
         """A head batch is done: send its tokens out, start the next step or end the request."""
@@ -390,20 +330,49 @@ class Home:
             self._begin_decode(chunk)
         going = finish == GO_ON
         self._next_step(rows[going], tokens[going])
-        requests = [request for request in map(self._by_row.__getitem__, rows.tolist()) if request]
         logprobs: list[list[Any] | None] = [None] * len(sampled.tokens)
         if sampled.logprobs is not None:
             logprobs = sampled.logprobs.as_lists(len(sampled.tokens))
-        ids, stops = [request.request_id for request in requests], (finish == STOP).tolist()
-        reasons, reported = [_FINISH[code] for code in finish.tolist()], [logprobs[i] for i in keep]
-        for first in range(0, len(ids), _TOKENS_PER_MESSAGE):
-            at = slice(first, first + _TOKENS_PER_MESSAGE)
-            self._host.emit(
-                TokensOut(ids[at], tokens[at].tolist(), reasons[at], stops[at], reported[at])
-            )
+        stops, reported = (finish == STOP).tolist(), [logprobs[i] for i in keep]
+        requests = self._send_out(
+            rows, tokens, [_FINISH[code] for code in finish.tolist()], stops, reported
+        )
         for i in np.flatnonzero(~going).tolist():
             self._leave_layers(requests[i])
             self._free_memory(requests[i])
+
+    def course(self, rows: Rows) -> Course | None:
+        """What lies before decode steps that may go on from H by themselves; else None."""
+        requests = self.chunks.requests_of(rows.chunks)
+        are_decode = bool((self._decode_chunk[requests] == rows.chunks).all())
+        return self.sampling.course(requests) if are_decode else None
+
+    def pass_head(self, rows: Rows, tokens: NDArray[np.int64]) -> None:
+        """Rows with a `Course` got `tokens`, end by none of them, and are in their next step."""
+        alive = rows.alive(self.table)
+        requests, tokens = self.chunks.requests_of(rows.chunks[alive]), tokens[alive]
+        self.sampling.append(requests, tokens)
+        rows.columns.epochs[alive] = self.table.epoch[self._renew(requests, tokens)]
+        count = len(requests)
+        self._send_out(requests, tokens, [None] * count, [False] * count, [None] * count)
+
+    def _send_out(
+        self,
+        rows: NDArray[np.int64],
+        tokens: NDArray[np.int64],
+        reasons: list[str | None],
+        stops: list[bool],
+        logprobs: list[list[Any] | None],
+    ) -> list[Request]:
+        """Tell the front end what each of the request rows got; return the requests."""
+        requests = [request for request in map(self._by_row.__getitem__, rows.tolist()) if request]
+        ids = [request.request_id for request in requests]
+        for first in range(0, len(ids), _TOKENS_PER_MESSAGE):
+            at = slice(first, first + _TOKENS_PER_MESSAGE)
+            self._host.emit(
+                TokensOut(ids[at], tokens[at].tolist(), reasons[at], stops[at], logprobs[at])
+            )
+        return requests
 
     def _begin_decode(self, chunk: int) -> None:
         """The prompt is through: from here on the request goes by its decode slot."""
@@ -415,13 +384,18 @@ class Home:
         self._decode_chunk[row] = decode
 
     def _next_step(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
+        self._renew(rows, tokens)
+        self._enqueue(self._decode_chunk[rows])
+
+    def _renew(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Decode slots are for the next token now; returns them."""
         slots, chunks = self._decode_slot[rows], self._decode_chunk[rows]
         self.table.renew(slots)
         self.table.token[slots] = tokens
         self.table.position[slots] = self._length[rows]
         self._length[rows] += 1
         self.chunks.stage[chunks] = self._tracks.next_stages(chunks)
-        self._enqueue(chunks)
+        return slots
 
     # ---- the end
 
@@ -477,7 +451,7 @@ class Home:
     def _free_memory(self, request: Request) -> None:
         """No running stage reads or writes the request's cache any more."""
         row = request.row
-        self._settle()
+        self._arrivals.settle()
         self.pool.release(row, request.blocks)
         self.sampling.clear(row)
         self._by_row[row] = None

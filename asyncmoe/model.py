@@ -13,6 +13,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from asyncmoe.checkpoint import WeightSource
+    from asyncmoe.walk import Walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +227,23 @@ class Model(ABC):
             seconds += middle_s - begin_s, end_s - middle_s
             begin_s = end_s
         return x, seconds
+
+    @property
+    def walks(self) -> bool:
+        """Whether it has a `walk`."""
+        return False
+
+    def walk(self, walk: Walk, cache: Cache, local: Sequence[Tensor]) -> tuple[Tensor, int, int]:
+        """Decode steps from embedding to token, equal to the other calls' bit for bit.
+
+        Args:
+            local: per MoE layer, all of whose experts are here; see `local_experts`.
+
+        Returns:
+            The merged residual [rows, hidden] behind the MoE layers that the last step passed, how
+            many these are, and its turn. If they are all, it has its tokens.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def finish(self, x: Tensor, batch: RowBatch, cache: Cache) -> Tensor:

@@ -352,7 +352,7 @@ class Rank:
                 self.home.end(request_id, "failed", str(error))
         self.on_rank_lost(peer, error)
 
-    # ---- what the home calls (home.Host)
+    # ---- what the home calls (host.Host)
 
     def emit(self, message: Message) -> None:
         """See `Host`."""

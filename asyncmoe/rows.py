@@ -146,6 +146,24 @@ class Rows:
             )
         return self._batch
 
+    def following(self) -> Rows:
+        """The next decode steps of the same requests, which are all segments of one row.
+
+        They share the epochs with these: whoever renews the slots brings them up to date.
+        """
+        columns, pool = self.columns, self.pool
+        positions, context = columns.positions + 1, columns.context + 1
+        blocks, block_table = pool.needed(int(context.max())), columns.block_table
+        if block_table.shape[1] < blocks:
+            block_table = pool.table[columns.request, :blocks]
+        following = columns._replace(
+            positions=positions,
+            cache_index=pool.index(columns.request, positions),
+            context=context,
+            block_table=block_table,
+        )
+        return Rows(self.request_ids, pool, self.chunks, self.gathered, following)
+
     def alive(self, table: TokenTable) -> NDArray[np.bool_]:
         """[segments] which have not been cancelled since. A request's rows die together."""
         last = self.ends - 1

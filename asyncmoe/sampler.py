@@ -13,7 +13,7 @@ kept are kept too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -89,6 +89,12 @@ class SamplerBatch:
     logprob_rows: Int64s | None = None  # rows that report logprobs
     logprob_top: Int64s | None = None  # how many alternatives each of them reports
 
+    def following(self) -> SamplerBatch:
+        """What is asked of the tokens behind these, of rows with a `Course`."""
+        if self.draws is None:
+            return self
+        return replace(self, draws=replace(self.draws, step=self.draws.step + 1))
+
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
@@ -116,6 +122,21 @@ class Sampled:
     tokens: Int64s  # [rows]; 0 where `bad`
     bad: NDArray[np.bool_]  # [rows]: see BAD_LOGITS; the request must end with an error
     logprobs: Logprobs | None
+
+
+@dataclass(slots=True)
+class Course:
+    """What lies before rows of which nothing is asked but a token at a time, greedy or drawn."""
+
+    tokens: int  # that all of them may still get
+    ends: Int64s  # [rows, n] tokens that end each; -1: none
+
+    def goes_on(self, sampled: Sampled) -> bool:
+        """Whether none of the rows ends by these tokens, their next ones. To be asked of each."""
+        self.tokens -= 1
+        if self.tokens < 1 or sampled.bad.any():
+            return False
+        return not (self.ends == sampled.tokens[:, None]).any()
 
 
 def sample(logits: Tensor, batch: SamplerBatch) -> Sampled:

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncmoe.sampler import Draws, Edits, Float32s, Int64s, SamplerBatch
+from asyncmoe.sampler import Course, Draws, Edits, Float32s, Int64s, SamplerBatch
 from asyncmoe.sampling import SamplingParams
 
 GO_ON: Final = 0
@@ -92,6 +92,12 @@ class SamplingTable:
         codes = np.where(self._step[rows] >= self._limit[rows], LENGTH, GO_ON).astype(np.uint8)
         codes[(self._ends[rows] == tokens[:, None]).any(1)] = STOP
         return codes
+
+    def course(self, rows: Int64s) -> Course | None:
+        """Of rows whose tokens need no look at this table; None where some need one."""
+        if (self._kind[rows] & (_EDITED | _REPORTED)).any():
+            return None
+        return Course(int((self._limit[rows] - self._step[rows]).min()), self._ends[rows])
 
     def clear(self, row: int) -> None:
         """End the request and free its row. Idempotent."""

@@ -16,6 +16,7 @@ from asyncmoe.dispatcher import Dispatcher
 from asyncmoe.errors import AsyncMoeError
 from asyncmoe.executor import Step
 from asyncmoe.expertstages import ExpertStages
+from asyncmoe.herald import Herald
 from asyncmoe.home import Home
 from asyncmoe.microqueue import Queues, are_plain
 from asyncmoe.model import Cache, Model
@@ -88,6 +89,7 @@ class RankStages:
         self._local_tensors = [torch.from_numpy(of_layer) for of_layer in local]
         plain = not per_expert and chain.tracks == 1
         self._passable = [plain and bool((of_layer >= 0).all()) for of_layer in local]
+        self._all_passable = all(self._passable)
 
     def prepare(self, stage: int, max_rows: int) -> Step:
         """See `Stages`."""
@@ -109,7 +111,7 @@ class RankStages:
             stage, rows, tokens, sampled, sampling, self._model, home.table, self._cache
         )
 
-    def passage(self, step: Step, last: Callable[[], int], wanted: Callable[[], bool]) -> Step:
+    def passage(self, step: Step, last: Callable[[], int], herald: Herald) -> Step:
         """See `Stages`. Chunks with another of their request in the layers keep to the queues."""
         if not isinstance(step, AttentionStep) or not self._passable[step.layer]:
             return step
@@ -118,12 +120,22 @@ class RankStages:
         behind = last()
         layers = (behind + 1) // 2
         end = next((i for i in range(step.layer, layers) if not self._passable[i]), layers)
-        head = None
+        head = course = None
         if self._home.prunes(step.rows):  # some of its rows end behind the last attention stage
             end = min(end, self._chain.layers - 1)
         elif behind == self._chain.head and end == layers:
             head = self._head_step(behind, step.rows)
-        return Passage(step, end, head, self._local_tensors, wanted) if end > step.layer else step
+            course = self._home.course(step.rows) if self._all_passable else None
+        if end == step.layer:
+            return step
+        return Passage(step, end, head, self._local_tensors, herald, course)
+
+    def went_on(self, step: Passage, passed: Passed) -> None:
+        """See `Stages`."""
+        assert passed.sampled is not None
+        self._home.pass_head(step.first.rows, passed.sampled.tokens)
+        step.heard()
+        self._home.let_go()
 
     def finish(self, step: Step, result: Any) -> None:
         """See `Stages`."""

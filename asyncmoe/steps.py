@@ -6,7 +6,7 @@ own, and are made beside its compute.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -62,6 +62,10 @@ class AttentionStep:
         """Rows of the batch."""
         return self.rows.count
 
+    def following(self, tokens: NDArray[np.int64]) -> AttentionStep:
+        """A0 of the next decode steps of these rows, which got `tokens`."""
+        return replace(self, stage=0, layer=0, rows=self.rows.following(), tokens=tokens)
+
     def entering(self) -> torch.Tensor:
         """The rows' hidden state [rows, hidden]."""
         return _merged(self.layer == 0, self.rows, self.tokens, self.model, self.table)
@@ -106,8 +110,14 @@ class HeadStep:
         x = self.model.finish(x, self.rows.batch, self.cache)
         if not len(self.sampled_segments):
             return None
-        last = self.rows.ends[self.sampled_segments] - 1
-        return sample(self.model.logits(x[torch.from_numpy(last)]), self.sampling)
+        if len(self.sampled_segments) < self.row_count:
+            last = self.rows.ends[self.sampled_segments] - 1
+            x = x[torch.from_numpy(last)]
+        return sample(self.model.logits(x), self.sampling)
+
+    def following(self, rows: Rows) -> HeadStep:
+        """H of the next decode steps: `rows` follow these, which have a `Course`."""
+        return replace(self, rows=rows, sampling=self.sampling.following())
 
 
 @dataclass(slots=True)

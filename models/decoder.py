@@ -23,15 +23,18 @@ from asyncmoe.models.layers.attention import Attention, AttentionSpec, make_mixe
 from asyncmoe.models.layers.experts import Experts, make_experts
 from asyncmoe.models.layers.homelayer import (
     HomeLayer,
+    Tongue,
     WholeLayers,
     make_home_layer,
+    make_tongue,
     make_whole_layers,
 )
 from asyncmoe.models.layers.linear import ACTIVATIONS, GatedMlp, Linear
 from asyncmoe.models.layers.norm import RmsNorm
 from asyncmoe.models.layers.paged import PagedBatch
-from asyncmoe.models.layers.rope import Angles, make_rotary
+from asyncmoe.models.layers.rope import Angles, TableRotary, make_rotary
 from asyncmoe.models.layers.router import SoftmaxRouter
+from asyncmoe.walk import Walk
 
 
 @dataclass(slots=True)
@@ -97,6 +100,7 @@ class Decoder(Model):
         ]
         self._layers: list[DecoderLayer] = []
         self._whole: WholeLayers | None = None
+        self._tongue: Tongue | None = None
         self._bytes = sum(experts.nbytes for experts in self._experts)
         if plan.attention:
             self._build_home()
@@ -172,6 +176,10 @@ class Decoder(Model):
             moe_only = len(self._experts) == len(self._layers)
             homes = [layer.compiled for layer in self._layers] if moe_only else []
             self._whole = make_whole_layers(homes, self._experts if moe_only else [])
+        spoken = own.embed is Decoder.embed and own.logits is Decoder.logits
+        spoken &= own.finish is Decoder.finish
+        if self._whole is not None and spoken and isinstance(self._rotary, TableRotary):
+            self._tongue = make_tongue(self._embedding, self._final_norm, self._head)
 
     def _build_layer(self, layer: int) -> DecoderLayer:
         at = f"model.layers.{layer}"
@@ -264,6 +272,17 @@ class Decoder(Model):
             return super().through(layers, x, batch, cache, local, wanted)
         paged, angles = PagedBatch(batch), self._rotary.angles(batch)
         return whole(layers, x, angles, paged, cache, local, wanted)
+
+    @property
+    def walks(self) -> bool:
+        return self._tongue is not None
+
+    def walk(self, walk: Walk, cache: Cache, local: Sequence[Tensor]) -> tuple[Tensor, int, int]:
+        whole, tongue, batch = self._whole, self._tongue, walk.batch
+        assert whole is not None
+        assert tongue is not None
+        angles = self._rotary.angles(batch)
+        return whole.walk(tongue, walk, angles, PagedBatch(batch), cache, local)
 
     def finish(self, x: Tensor, batch: RowBatch, cache: Cache) -> Tensor:
         layers = range(self.spec.moe_layers[-1] + 1, self.spec.decoder_layers)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from asyncmoe import native
 from asyncmoe.cores import core_share
 from asyncmoe.devices import cpu
 from asyncmoe.devices.cpu import CpuDevice
@@ -166,3 +169,68 @@ def test_ranks_of_a_machine_share_its_cores_if_there_are_enough(
     assert core_share(World(5, 8, 1, 2), 1) == {3}
     assert core_share(World(0, 3, 0, 3), 2) is None  # too few cores
     assert core_share(World(0, 1, 0, 1), 4) is None  # alone
+
+
+async def test_an_error_of_who_is_told_costs_nobody_else_an_outcome(device: CpuDevice) -> None:
+    loop, errors, told = asyncio.get_running_loop(), list[BaseException](), list[int]()
+    loop.set_exception_handler(lambda _, context: errors.append(context["exception"]))
+
+    def tell(result: int, error: BaseException | None, compute_s: float) -> None:
+        told.append(result)
+        if result == 1:
+            raise LookupError("told one")
+
+    for number in range(4):
+        device.submit(lambda n=number: n, tell)
+    await device.run(lambda: None)
+    assert told == [0, 1, 2, 3]
+    assert [str(error) for error in errors] == ["told one"]
+
+
+async def test_it_works_where_the_system_has_no_eventfd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "eventfd", raising=False)
+    device = CpuDevice(1)
+    try:
+        assert [await device.run(lambda n=n: n) for n in range(50)] == list(range(50))
+    finally:
+        await device.close()
+
+
+def test_a_device_goes_with_the_loop_that_submits() -> None:
+    device = asyncio.run(_run_on(None))
+    asyncio.run(_run_on(device))
+    asyncio.run(device.close())
+
+
+async def _run_on(device: CpuDevice | None) -> CpuDevice:
+    device = CpuDevice(1) if device is None else device
+    assert await device.run(lambda: 3) == 3
+    return device
+
+
+def test_it_refuses_work_of_a_second_loop_and_behind_close() -> None:
+    async def main() -> None:
+        device = await _run_on(None)
+        if native.columns is not None:
+            with pytest.raises(RuntimeError, match="one event loop at a time"):
+                await asyncio.to_thread(asyncio.run, _run_on(device))
+        await device.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            device.submit(lambda: None, lambda *_: None)
+
+    asyncio.run(main())
+
+
+def test_a_process_ends_well_while_the_thread_works() -> None:
+    program = (
+        "import asyncio, time\n"
+        "from asyncmoe.devices.cpu import CpuDevice\n"
+        "def work():\n"
+        "    while True: time.sleep(0.001)\n"
+        "async def main():\n"
+        "    CpuDevice(1).submit(work, print)\n"
+        "    await asyncio.sleep(0.05)\n"
+        "asyncio.run(main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -69,9 +69,12 @@ class Bench:
         self.prepared.append((stage, len(chunks)))
         return Work(stage, len(chunks), self.compute)
 
-    def passage(self, step: Any, last: Callable[[], int], wanted: Callable[[], bool]) -> Any:
+    def passage(self, step: Any, last: Callable[[], int], herald: Any) -> Any:
         self.passages.append(last())
         return step
+
+    def went_on(self, step: Any, passed: Any) -> None:
+        raise AssertionError("there is no passage")
 
     def finish(self, step: Any, result: Any) -> None:
         self.log.append(f"finished {CHAIN.name(step.stage)}")
@@ -300,3 +303,28 @@ async def test_a_failing_expert_stage_stops_its_rank_with_the_error() -> None:
             done, _ = await asyncio.wait(stopped, return_when=asyncio.FIRST_COMPLETED)
         with pytest.raises(AsyncMoeError, match="E0 failed: no expert today"):
             await done.pop()
+
+
+async def test_what_batches_leave_does_not_pile_up_where_there_is_always_a_choice() -> None:
+    class Result:
+        alive = most = 0
+
+        def __init__(self) -> None:
+            Result.alive += 1
+            Result.most = max(Result.most, Result.alive)
+
+        def __del__(self) -> None:
+            Result.alive -= 1
+
+    async with bench() as b:
+        b.compute = Result
+
+        def refill() -> None:
+            for stage in (0, 2, 4):
+                if len(b.log) < 60 and b.queues.rows[stage] < 2:
+                    b.put(stage, chunks=2)
+
+        b.on_finish = refill
+        refill()
+        await b.until(lambda: len(b.log) >= 60)
+        assert Result.most < 6

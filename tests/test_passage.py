@@ -41,21 +41,25 @@ def gated() -> Checkpoint:
 
 
 def passages(engine: Cluster) -> list[list[int]]:
-    """Records from now on the stages that each piece of rank 0's device work passes."""
+    """Records from now on the stages that rank 0's pieces of device work pass, to H at most."""
     seen: list[list[int]] = []
     engine.ranks[0].executor.watch()
     stages: Any = engine.ranks[0].executor._stages
-    inner = stages.finish
+    inner, went_on = stages.finish, stages.went_on
 
     def record(step: Any, result: Any) -> None:
         seen.append([stage for stage, _ in getattr(result, "stages", [(step.stage, 0.0)])])
         inner(step, result)
 
-    stages.finish = record
+    def record_onward(step: Any, passed: Any) -> None:
+        seen.append([stage for stage, _ in passed.stages])
+        went_on(step, passed)
+
+    stages.finish, stages.went_on = record, record_onward
     return seen
 
 
-async def test_decode_steps_of_a_lone_batch_are_one_piece_of_work_each() -> None:
+async def test_decode_steps_of_a_lone_batch_pass_all_stages_at_once() -> None:
     async with cluster(1, toymodel.checkpoint(), **SMALL) as engine:
         seen = passages(engine)
         request = engine.submit([3, 5], max_tokens=5)

@@ -25,10 +25,13 @@ class Handover(Protocol):
 
     @property
     def busy_s(self) -> float:
-        """Seconds in work."""
+        """Seconds in work, up to now."""
 
     def submitter(self) -> Submit:
-        """A function of work and what is called then, for the loop that runs now."""
+        """A function of work and what is called then, for the loop that runs now.
+
+        Raises `RuntimeError` behind `close`.
+        """
 
     def serve(self) -> None:
         """Do the work that is submitted, on this thread, until the end."""
@@ -37,19 +40,29 @@ class Handover(Protocol):
         """`serve` returns once what was submitted before is done."""
 
     def close(self) -> None:
-        """Hand over to the loop what is done, and nothing any more. Idempotent."""
+        """Nothing is submitted any more, and what is not over yet may be nobody's. Idempotent."""
 
 
 class PlainHandover:
     """By a queue, and by the loop's own way to be called from other threads."""
 
     def __init__(self) -> None:
-        self.busy_s = 0.0
+        self._busy_s = 0.0
+        self._began_s: float | None = None  # the work that runs now
+        self._closed = False
         # SimpleQueue is in C and hands over without a Python-level lock
         self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
 
+    @property
+    def busy_s(self) -> float:
+        """See `Handover`."""
+        busy_s, began_s = self._busy_s, self._began_s  # in this order nothing counts twice
+        return busy_s + (0.0 if began_s is None else time.perf_counter() - began_s)
+
     def submitter(self) -> Submit:
         """See `Handover`."""
+        if self._closed:
+            raise RuntimeError("the device is closed")
         put, loop = self._queue.put, asyncio.get_running_loop()
         return lambda work, done: put((work, done, loop))
 
@@ -57,7 +70,7 @@ class PlainHandover:
         """See `Handover`."""
         while (item := self._queue.get()) is not None:
             work, done, loop = item
-            begin_s = time.perf_counter()
+            self._began_s = begin_s = time.perf_counter()
             result = None
             failure: BaseException | None = None
             try:
@@ -65,7 +78,8 @@ class PlainHandover:
             except BaseException as error:  # a panic in an extension must not end the thread
                 failure = error
             compute_s = time.perf_counter() - begin_s
-            self.busy_s += compute_s
+            self._began_s = None
+            self._busy_s += compute_s
             # A closed loop has left this thread behind, see `CpuDevice.close`.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(done, result, failure, compute_s)
@@ -78,16 +92,17 @@ class PlainHandover:
 
     def close(self) -> None:
         """See `Handover`."""
+        self._closed = True
 
 
 class CompiledHandover:
-    """By compiled code. Outcomes go to the loop that has submitted last."""
+    """By compiled code, which waits, and knows what to call then."""
 
     def __init__(self) -> None:
         self._native = native.columns.Handover()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ends = -1, -1  # to read from and to write to
-        self.serve: Callable[[], None] = self._native.serve
+        self._closed = False
         self.end: Callable[[], None] = self._native.end
 
     @property
@@ -99,7 +114,11 @@ class CompiledHandover:
     def submitter(self) -> Submit:
         """See `Handover`."""
         loop = asyncio.get_running_loop()
+        if self._closed:
+            raise RuntimeError("the device is closed")
         if loop is not self._loop:
+            if self._loop is not None and not self._loop.is_closed():
+                raise RuntimeError("a device works for one event loop at a time")
             self._leave()
             if self._ends[0] < 0:
                 self._ends = _signal_ends()
@@ -115,17 +134,31 @@ class CompiledHandover:
                 self._loop.remove_reader(self._ends[0])
             self._loop = None
 
+    def serve(self) -> None:
+        """See `Handover`."""
+        take, tell = self._native.take, self._native.tell
+        while (work := take()) is not None:
+            result = None
+            failure: BaseException | None = None
+            try:
+                result = work()
+            except BaseException as error:  # a panic in an extension must not end the thread
+                failure = error
+            tell(result, failure)
+            del work, result, failure  # nothing of a batch outlives it here
+
     def close(self) -> None:
         """See `Handover`."""
-        if self._ends[0] < 0:
-            return
-        if self._loop is asyncio.get_running_loop():
-            self._native.deliver()
-        self._leave()
-        self._native.signal_to(-1, -1)
-        for end in set(self._ends):
-            os.close(end)
-        self._ends = -1, -1
+        self._closed = True
+        try:
+            if self._loop is asyncio.get_running_loop():
+                self._native.deliver()
+        finally:
+            self._leave()
+            self._native.signal_to(-1, -1)
+            for end in set(self._ends) - {-1}:
+                os.close(end)
+            self._ends = -1, -1
 
 
 def make_handover() -> Handover:

@@ -11,6 +11,7 @@ import asyncio
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from asyncmoe.executor import Stages, Step
 from asyncmoe.microqueue import Queues
+from asyncmoe.passage import Passage, Passed
 from asyncmoe.stage import Kind
 
 SAMPLES = 512
@@ -130,15 +132,15 @@ class Probe:
             self._longest_s[stage] = waited_s
         return step
 
-    def finish(self, stages: Stages, step: Step, result: Any) -> None:
-        """Finish a batch and note the work that it makes."""
+    def finish(self, kind: Kind, work: Callable[[], None]) -> None:
+        """Do the loop's `work` behind a batch, or behind a token of a passage, and note it."""
         clock = self._clock
         if clock is None:
-            stages.finish(step, result)
+            work()
         else:
             begin_s = clock()
-            stages.finish(step, result)
-            self._worked(step.kind, clock() - begin_s)
+            work()
+            self._worked(kind, clock() - begin_s)
 
     def _worked(self, kind: Kind, cpu_s: float) -> None:
         self._cpu_s[kind] += cpu_s
@@ -189,7 +191,11 @@ class _Watched:
 
     def finish(self, step: Step, result: Any) -> None:
         """See `Stages`."""
-        self._probe.finish(self._stages, step, result)
+        self._probe.finish(step.kind, partial(self._stages.finish, step, result))
+
+    def went_on(self, step: Passage, passed: Passed) -> None:
+        """See `Stages`."""
+        self._probe.finish(step.kind, partial(self._stages.went_on, step, passed))
 
 
 def _named(counters: dict[Kind, Counter[int]]) -> dict[str, dict[str, int]]:

@@ -190,6 +190,33 @@ class HomeLayer:
         weights: int,
     ) -> None: ...
 
+def likeliest(x: int, count: int) -> int: ...
+
+class Tongue:
+    def __init__(
+        self, embedding: int, vocab: int, norm: int, norm_eps: float, head: Linear
+    ) -> None: ...
+
+class Walk:
+    def __init__(
+        self,
+        tongue: Tongue,
+        rows: PagedRows,
+        positions: int,
+        cache_index: int,
+        context: int,
+        ends: int,
+        end_width: int,
+        tokens: int,
+        bad: int,
+        seconds: int,
+        seconds_width: int,
+        counts: int,
+        wanted: int,
+        bell: int,
+    ) -> None: ...
+    def __call__(self, layers: Layers, memory: int, x: int, steps: int) -> tuple[int, int]: ...
+
 class Layers:
     def __init__(self) -> None: ...
     def add(self, home: HomeLayer, experts: Experts) -> None: ...

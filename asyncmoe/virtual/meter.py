@@ -16,7 +16,7 @@ from asyncmoe import native
 from asyncmoe.steps import ExpertStep
 from asyncmoe.virtual.cluster import VirtualCluster
 
-_OF_PARCELS = frozenset({"Link.take", "Link.enter", "Home._settle_if_idle"})
+_OF_PARCELS = frozenset({"Link.take", "Link.enter", "Arrivals._settle_if_idle"})
 
 
 @dataclass(frozen=True, slots=True)

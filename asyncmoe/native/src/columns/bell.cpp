@@ -11,6 +11,8 @@ void bind_bell(py::module_& m) {
         .def(py::init<py::object, py::object, py::object, int64_t>())
         .def("ring", &Bell::ring)
         .def_readwrite("wanted", &Bell::wanted)
+        .def_property_readonly(
+            "wanted_at", [](const Bell& bell) { return reinterpret_cast<uintptr_t>(&bell.wanted); })
         .def_readwrite("rung", &Bell::rung)
         .def_readwrite("mute", &Bell::mute);
 }

@@ -15,23 +15,12 @@ double now_s() {
     return std::chrono::duration<double>(since).count();
 }
 
-// The exception that is set, with its traceback.
-py::object raised() {
-    PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace);
-    PyErr_NormalizeException(&type, &value, &trace);
-    if (trace != nullptr) PyException_SetTraceback(value, trace);
-    Py_XDECREF(type);
-    Py_XDECREF(trace);
-    return py::reinterpret_steal<py::object>(value);
-}
-
 }  // namespace
 
 void Handover::submit(py::object work, py::object done, py::object spent) {
     {
         const std::lock_guard<std::mutex> guard(mutex_);
-        works_.push_back({std::move(work), std::move(done), std::move(spent)});
+        works_.push_back({std::move(work), std::move(done), std::move(spent), era_});
     }
     changed_.notify_one();
 }
@@ -42,7 +31,8 @@ void Handover::signal_to(int fd, int read_fd) {
         const std::lock_guard<std::mutex> guard(telling_);
         fd_ = fd;
     }
-    if (!outcomes_.empty()) tell_loop();
+    ++era_;
+    const std::deque<Outcome> of_nobody = std::exchange(outcomes_, {});
 }
 
 void Handover::end() {
@@ -59,38 +49,46 @@ void Handover::tell_loop() {
     if (fd_ >= 0 && write(fd_, &one, sizeof one) < 0) return;
 }
 
-bool Handover::await_work(bool tell) {
-    const py::gil_scoped_release others_may_run;
-    if (tell) tell_loop();
+bool Handover::await_work() {
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait(lock, [this] { return ending_ || !works_.empty(); });
     return !works_.empty();
 }
 
-void Handover::serve() {
-    for (bool tell = false; await_work(tell); tell = true) {
-        Work work;
-        {
-            const std::lock_guard<std::mutex> guard(mutex_);
-            work = std::move(works_.front());
-            works_.pop_front();
-        }
-        work.spent = py::none();  // first, so that the work may have that memory
-        compute(work);
+// At the end of the interpreter a thread that wants the GIL back is ended right there, by way of
+// all frames above: so none of them, here, has anything to destroy then, or is `noexcept`.
+PyObject* Handover::take() {
+    const bool tells = std::exchange(is_untold_, false);
+    PyThreadState* const state = PyEval_SaveThread();
+    if (tells) tell_loop();
+    const bool is_there = await_work();
+    PyEval_RestoreThread(state);
+    if (!is_there) Py_RETURN_NONE;
+    Work work;
+    {
+        const std::lock_guard<std::mutex> guard(mutex_);
+        work = std::move(works_.front());
+        works_.pop_front();
     }
+    work.spent = py::none();  // first, so that the work may have that memory
+    running_ = {std::move(work.done), py::none(), py::none(), work.era, 0};
+    began_s_ = now_s();
+    return work.work.release().ptr();
 }
 
-void Handover::compute(Work& work) {
-    const double begin_s = now_s();
-    py::object result = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(work.work.ptr()));
-    // Also what is no `Exception`: a panic in an extension must not end the thread.
-    py::object error = result ? py::none() : raised();
-    if (!result) result = py::none();
-    const double compute_s = now_s() - begin_s;
-    busy_s_ = busy_s_ + compute_s;
-    outcomes_.push_back({std::move(work.done), std::move(result), std::move(error), compute_s});
-    work = {};  // nothing of a batch outlives it here
+void Handover::tell(py::object result, py::object error) {
+    running_.compute_s = now_s() - began_s_;
+    busy_s_ += running_.compute_s;
+    began_s_ = 0;
+    running_.result = std::move(result);
+    running_.error = std::move(error);
+    Outcome outcome = std::exchange(running_, {});
+    if (outcome.era != era_) return;  // nobody's
+    outcomes_.push_back(std::move(outcome));
+    is_untold_ = true;
 }
+
+double Handover::busy_s() const { return busy_s_ + (began_s_ > 0 ? now_s() - began_s_ : 0); }
 
 void Handover::deliver() {
     char told[512];
@@ -146,6 +144,17 @@ PyObject* call_it(PyObject* self, PyObject*) {
     });
 }
 
+PyObject* take(PyObject* self, PyObject*) { return unboxed<Handover>(self).take(); }
+
+PyObject* tell(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+    return guarded([&]() -> PyObject* {
+        if (count != 2) throw py::type_error("tell takes a result and an error");
+        unboxed<Handover>(self).tell(py::reinterpret_borrow<py::object>(arguments[0]),
+                                     py::reinterpret_borrow<py::object>(arguments[1]));
+        Py_RETURN_NONE;
+    });
+}
+
 PyObject* signal_to(PyObject* self, PyObject* arguments) {
     int fd, read_fd;
     if (PyArg_ParseTuple(arguments, "ii", &fd, &read_fd) == 0) return nullptr;
@@ -168,7 +177,8 @@ PyObject* get_busy_s(PyObject* self, void*) {
 PyGetSetDef fields[] = {{"busy_s", get_busy_s, nullptr, nullptr, nullptr}, {}};
 
 PyMethodDef methods[] = {
-    {"serve", call_it<&Handover::serve>, METH_NOARGS, nullptr},
+    {"take", take, METH_NOARGS, nullptr},
+    {"tell", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(tell)), METH_FASTCALL, nullptr},
     {"deliver", call_it<&Handover::deliver>, METH_NOARGS, nullptr},
     {"end", call_it<&Handover::end>, METH_NOARGS, nullptr},
     {"signal_to", signal_to, METH_VARARGS, nullptr},

@@ -25,7 +25,7 @@ class Homecoming {
 
     // `release` is for when the memory of its rows is read no more.
     void take_in(const PackedView& parcel, Release release);
-    // A stage has ended: see `Home.let_go`.
+    // A stage has ended: see `Arrivals.let_go`.
     void let_go();
 
     template <typename F>

@@ -122,7 +122,7 @@ void Release::operator()() {
         lease->release();
     } else if (callback_) {
         const py::object callback = std::move(callback_);
-        call(callback);
+        if (!callback.is_none()) call(callback);  // that is what the collector leaves of it
     }
 }
 

@@ -146,6 +146,8 @@ void Turn::attempt(F work) {
         error.restore();
     } catch (const py::builtin_exception& error) {
         error.set_error();
+    } catch (const std::exception& error) {
+        PyErr_SetString(PyExc_RuntimeError, error.what());
     }
     py::error_already_set raised;
     if (!raised.matches(PyExc_Exception)) throw raised;
@@ -174,8 +176,7 @@ void Turn::fill(double begin_s) {
             return;
         }
         const py::object step = prepare(choice.stage);
-        ++queues_->decision;
-        note(choice.stage, step);
+        note(choice.stage, rows_of(step));
         call(append_, step);
         submit(step);
         const double end_s = clock_();
@@ -231,15 +232,14 @@ py::object Turn::prepare(int64_t stage) {
     return step;
 }
 
-// Till the next batch goes to the device.
+// Till the next batch goes to the device; not if there will be none.
 void Turn::keep(const py::object& step, PyObject* result) {
-    if (Function<2, Submitting>::of(submit_) == nullptr) return;
+    if (is_closed() || Function<2, Submitting>::of(submit_) == nullptr) return;
     PyObject* const all = PyTuple_Pack(3, spent_.ptr(), step.ptr(), result);
     if (all == nullptr) throw py::error_already_set();
     spent_ = py::reinterpret_steal<py::object>(all);
 }
 
-// With what the batches before have left, if the device takes it.
 void Turn::submit(const py::object& step) {
     if (const Submitting* thread = Function<2, Submitting>::of(submit_)) {
         thread->handover->submit(step, ender_, std::exchange(spent_, py::none()));
@@ -249,10 +249,34 @@ void Turn::submit(const py::object& step) {
     }
 }
 
-void Turn::note(int64_t stage, const py::object& step) {
+void Turn::note(int64_t stage, int64_t rows) {
+    ++queues_->decision;
     if (executed_.is_none()) return;
-    untold_.emplace_back(stage, rows_of(step));
+    untold_.emplace_back(stage, rows);
     if (untold_.size() >= kMostUntold) tell();
+}
+
+void Turn::passed(const py::list& stages, int64_t rows) {
+    bool is_first = true;
+    for (const py::handle each : stages) {
+        const py::tuple pair = py::reinterpret_borrow<py::tuple>(each);
+        if (!py::isinstance<py::tuple>(each) || pair.size() != 2) {
+            throw py::type_error("a stage and its seconds");
+        }
+        const int64_t stage = whole(PyTuple_GET_ITEM(pair.ptr(), 0));
+        const py::object times = stage_at(stage).times;
+        add(of_times().batches, times, int64_t{1});
+        add(of_times().rows, times, rows);
+        add(of_times().compute_s, times, real(PyTuple_GET_ITEM(pair.ptr(), 1)));
+        if (!std::exchange(is_first, false)) note(stage, rows);
+    }
+}
+
+const Turn::Stage& Turn::stage_at(int64_t stage) const {
+    if (stage < 0 || stage >= static_cast<int64_t>(of_stage_.size())) {
+        throw py::index_error("no such stage");
+    }
+    return of_stage_[stage];
 }
 
 // To tell the rule of many at once costs less than to run its cold code for each.
@@ -268,7 +292,6 @@ void Turn::done(PyObject* result, PyObject* error, PyObject* compute_s) {
     if (is_closed()) return;
     if (error != Py_None || length_of(after_) != 0 ||
         Py_TYPE(result) == reinterpret_cast<PyTypeObject*>(attributes().passed.ptr())) {
-        attempt([this] { tell(); });
         const py::object done = done_;
         call(done, py::handle(result), py::handle(error), py::handle(compute_s));
         return;
@@ -289,10 +312,7 @@ void Turn::done(PyObject* result, PyObject* error, PyObject* compute_s) {
 double Turn::finish(const py::object& step, PyObject* result, PyObject* compute_s) {
     const double begin_s = clock_();
     const int64_t stage = stage_of(step);
-    if (stage < 0 || stage >= static_cast<int64_t>(of_stage_.size())) {
-        throw py::index_error("no such stage");
-    }
-    const py::object times = of_stage_[stage].times;
+    const py::object times = stage_at(stage).times;
     add(of_times().batches, times, int64_t{1});
     add(of_times().rows, times, rows_of(step));
     add(of_times().compute_s, times, real(compute_s));

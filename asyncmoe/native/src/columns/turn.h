@@ -29,6 +29,15 @@ struct Turn {
         experts_.reset();
         attention_.reset();
     }
+    // A passage has taken `rows` rows through `stages`, (stage, seconds) each; of the first of them
+    // note was taken. See `Executor._passed`.
+    void passed(const py::list& stages, int64_t rows);
+    // Gives a batch to the device, with what the batches before have left, if that takes it.
+    void submit(const py::object& step);
+    // A batch of `rows` rows of `stage` is with the device.
+    void note(int64_t stage, int64_t rows);
+    // The rule hears now of the batches that it has not been told of.
+    void tell();
     // Nothing is done any more, and the stages are let go.
     void close();
 
@@ -54,13 +63,11 @@ struct Turn {
     void fill(double begin_s);
     Choice choose() const;
     py::object prepare(int64_t stage);
-    void submit(const py::object& step);
     void keep(const py::object& step, PyObject* result);
     double finish(const py::object& step, PyObject* result, PyObject* compute_s);
-    void note(int64_t stage, const py::object& step);
-    void tell();
     bool computes() const { return length_of(running_) != 0; }
     bool is_full() const { return length_of(running_) >= depth_; }
+    const Stage& stage_at(int64_t stage) const;
     bool is_closed() const { return closed_ || !bell; }
 
     py::object fill_, done_, fail_, travel_, timer_s_;  // the executor's ways

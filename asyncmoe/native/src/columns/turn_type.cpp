@@ -1,6 +1,8 @@
 // The Python type of a turn.
 #include "turn.h"
 
+#include "numbers.h"
+
 namespace columns {
 namespace {
 
@@ -44,6 +46,39 @@ PyObject* watch(PyObject* self, PyObject*) {
     });
 }
 
+PyObject* passed(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+    return guarded([&]() -> PyObject* {
+        if (count != 2 || !PyList_Check(arguments[0])) {
+            throw py::type_error("passed takes a list of stages and rows");
+        }
+        const auto stages = py::reinterpret_borrow<py::list>(arguments[0]);
+        turn_of(self).passed(stages, whole(arguments[1]));
+        return py::none().release().ptr();
+    });
+}
+
+PyObject* note(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+    return guarded([&]() -> PyObject* {
+        if (count != 2) throw py::type_error("note takes a stage and rows");
+        turn_of(self).note(whole(arguments[0]), whole(arguments[1]));
+        return py::none().release().ptr();
+    });
+}
+
+PyObject* submit(PyObject* self, PyObject* step) {
+    return guarded([&]() -> PyObject* {
+        turn_of(self).submit(py::reinterpret_borrow<py::object>(step));
+        return py::none().release().ptr();
+    });
+}
+
+PyObject* tell(PyObject* self, PyObject*) {
+    return guarded([&]() -> PyObject* {
+        turn_of(self).tell();
+        return py::none().release().ptr();
+    });
+}
+
 PyObject* close(PyObject* self, PyObject*) {
     return guarded([&]() -> PyObject* {
         turn_of(self).close();
@@ -56,6 +91,11 @@ PyMethodDef methods[] = {
     {"done", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(done)), METH_FASTCALL, nullptr},
     {"open", open, METH_O, nullptr},
     {"watch", watch, METH_NOARGS, nullptr},
+    {"passed", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(passed)), METH_FASTCALL,
+     nullptr},
+    {"note", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(note)), METH_FASTCALL, nullptr},
+    {"submit", submit, METH_O, nullptr},
+    {"tell", tell, METH_NOARGS, nullptr},
     {"close", close, METH_NOARGS, nullptr},
     {},
 };

@@ -3,14 +3,16 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <chrono>
 #include <cstdint>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
+#include "clock.h"
 #include "experts.h"
 #include "homelayer.h"
 #include "scratch.h"
+#include "walk.h"
 
 namespace py = pybind11;
 
@@ -20,11 +22,6 @@ namespace {
 template <class T>
 T* at(uintptr_t address) {
     return reinterpret_cast<T*>(address);
-}
-
-double now_s() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
-        .count();
 }
 
 // What a layer of a passage finds in memory, as Python passes it: a row of int64s.
@@ -54,8 +51,9 @@ struct Layers {
     // x [rows, hidden] through layers from `first` on, to which `memory` has `count` rows, into
     // `out`, which may be x. Stops before a layer when `wanted()` is true. Seconds of each stage,
     // attention and experts in turn. Returns how many layers it went through.
+    template <class Wanted>
     int64_t pass(const PagedRows& rows, const void* x, const int64_t* angle, int64_t first,
-                 int64_t count, const LayerMemory* memory, const py::object& wanted, void* out,
+                 int64_t count, const LayerMemory* memory, const Wanted& wanted, void* out,
                  double* seconds) const {
         if (first < 0 || count < 1 || first + count > static_cast<int64_t>(all.size()))
             throw std::out_of_range("no such layers");
@@ -64,8 +62,7 @@ struct Layers {
             one(all[first + i], rows, i == 0 ? x : out, angle, memory[i], out, begin_s,
                 seconds + 2 * i);
             if (i + 1 == count) break;
-            py::gil_scoped_acquire locked;
-            if (py::bool_(wanted())) return i + 1;
+            if (wanted()) return i + 1;
         }
         return count;
     }
@@ -91,11 +88,64 @@ struct Layers {
     }
 };
 
+// All layers of a model for one step of a walk after the other.
+std::pair<int64_t, int64_t> walk_through(const Walk& walk, const Layers& layers, uintptr_t memory,
+                                         uintptr_t x, int64_t steps) {
+    const auto count = static_cast<int64_t>(layers.all.size());
+    if (count == 0 || walk.seconds_width != 2 * count + 1 ||
+        walk.tongue.hidden() != layers.all[0].home.hidden() ||
+        walk.tongue.bf16() != layers.all[0].home.bf16())
+        throw std::invalid_argument("the layers do not fit the walk");
+    const auto pass = [&](void* rows, double* seconds) {
+        return layers.pass(walk.rows, rows, walk.positions, 0, count, at<const LayerMemory>(memory),
+                           [&] { return walk.is_wanted(); }, rows, seconds);
+    };
+    const Walk::End end = walk.run(0, steps, count, at<void>(x), pass);
+    return {end.layers, end.turn};
+}
+
+Tongue make_tongue(uintptr_t embedding, int64_t vocab, uintptr_t norm, float norm_eps,
+                   const LinearLayer& head) {
+    if (head.bf16_out || head.weight.columns != vocab)
+        throw std::invalid_argument("the head does not fit the embedding");
+    return {at<const char>(embedding), at<const void>(norm), norm_eps, head};
+}
+
+Walk make_walk(const Tongue& tongue, const PagedRows& rows, uintptr_t positions,
+               uintptr_t cache_index, uintptr_t context, uintptr_t ends, int64_t end_width,
+               uintptr_t tokens, uintptr_t bad, uintptr_t seconds, int64_t seconds_width,
+               uintptr_t counts, uintptr_t wanted, int bell) {
+    if (rows.rows != rows.segments || rows.decode_rows != rows.rows ||
+        rows.cache_index != at<const int64_t>(cache_index) ||
+        rows.context != at<const int64_t>(context))
+        throw std::invalid_argument("the rows are no decode steps of these columns");
+    return {tongue, rows, at<int64_t>(positions), at<int64_t>(cache_index), at<int64_t>(context),
+            at<const int64_t>(ends), end_width, at<int64_t>(tokens), at<bool>(bad),
+            at<double>(seconds), seconds_width, at<int64_t>(counts),
+            at<const unsigned char>(wanted), bell};
+}
+
 }  // namespace
 }  // namespace asyncmoe
 
 void bind_layers(py::module_& m) {
     using namespace asyncmoe;
+    m.def("likeliest",
+          [](uintptr_t x, int64_t count) { return likeliest(at<const float>(x), count); },
+          py::arg("x"), py::arg("count"), py::call_guard<py::gil_scoped_release>(),
+          "The place of the first of the largest numbers; -1 if it is infinite or any is NaN.");
+    py::class_<Tongue>(m, "Tongue", "Embedding, final norm and head.")
+        .def(py::init(&make_tongue), py::arg("embedding"), py::arg("vocab"), py::arg("norm"),
+             py::arg("norm_eps"), py::arg("head"));
+    py::class_<Walk>(m, "Walk", "Decode steps of rows; their columns are brought up to date.")
+        .def(py::init(&make_walk), py::arg("tongue"), py::arg("rows"), py::arg("positions"),
+             py::arg("cache_index"), py::arg("context"), py::arg("ends"), py::arg("end_width"),
+             py::arg("tokens"), py::arg("bad"), py::arg("seconds"), py::arg("seconds_width"),
+             py::arg("counts"), py::arg("wanted"), py::arg("bell"))
+        .def("__call__", &walk_through, py::arg("layers"), py::arg("memory"), py::arg("x"),
+             py::arg("steps"), py::call_guard<py::gil_scoped_release>(),
+             "At most `steps` steps behind tokens [0]: layers that the last of them passed, and "
+             "which tokens are its own. x: memory for [rows, hidden].");
     py::class_<HomeLayer>(m, "HomeLayer", "Norm, attention, norm and router of one decoder layer.")
         .def(py::init([](uintptr_t norm, float norm_eps, const LinearLayer& qkv,
                          const AttentionKernel& attention, const LinearLayer& out,
@@ -130,8 +180,12 @@ void bind_layers(py::module_& m) {
              [](const Layers& layers, const PagedRows& rows, uintptr_t x, uintptr_t angle,
                 int64_t first, int64_t count, uintptr_t memory, const py::object& wanted,
                 uintptr_t out, uintptr_t seconds) {
+                 const auto is_wanted = [&] {
+                     py::gil_scoped_acquire locked;
+                     return static_cast<bool>(py::bool_(wanted()));
+                 };
                  return layers.pass(rows, at<const void>(x), at<const int64_t>(angle), first, count,
-                                    at<const LayerMemory>(memory), wanted, at<void>(out),
+                                    at<const LayerMemory>(memory), is_wanted, at<void>(out),
                                     at<double>(seconds));
              },
              py::arg("rows"), py::arg("x"), py::arg("angle"), py::arg("first"), py::arg("count"),
