@@ -1,14 +1,21 @@
-// A clock of Python's: `time.thread_time`, by which ranks count, is read without calling it.
+// Clocks. `time.thread_time`, by which ranks count, is read without calling it.
 #pragma once
 
 #include <time.h>
 
+#include <chrono>
 #include <utility>
 
 #include "names.h"
 #include "numbers.h"
 
 namespace columns {
+
+// That of `time.perf_counter`.
+inline double monotonic_s() {
+    const auto since = std::chrono::steady_clock::now().time_since_epoch();
+    return std::chrono::duration<double>(since).count();
+}
 
 class Clock {
   public:

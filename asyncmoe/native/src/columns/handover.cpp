@@ -2,21 +2,12 @@
 
 #include <unistd.h>
 
-#include <chrono>
 #include <utility>
 
+#include "clock.h"
 #include "function.h"
 
 namespace columns {
-namespace {
-
-double now_s() {
-    const auto since = std::chrono::steady_clock::now().time_since_epoch();
-    return std::chrono::duration<double>(since).count();
-}
-
-}  // namespace
-
 void Handover::submit(py::object work, py::object done, py::object spent) {
     {
         const std::lock_guard<std::mutex> guard(mutex_);
@@ -72,12 +63,12 @@ PyObject* Handover::take() {
     }
     work.spent = py::none();  // first, so that the work may have that memory
     running_ = {std::move(work.done), py::none(), py::none(), work.era, 0};
-    began_s_ = now_s();
+    began_s_ = monotonic_s();
     return work.work.release().ptr();
 }
 
 void Handover::tell(py::object result, py::object error) {
-    running_.compute_s = now_s() - began_s_;
+    running_.compute_s = monotonic_s() - began_s_;
     busy_s_ += running_.compute_s;
     began_s_ = 0;
     running_.result = std::move(result);
@@ -88,7 +79,7 @@ void Handover::tell(py::object result, py::object error) {
     is_untold_ = true;
 }
 
-double Handover::busy_s() const { return busy_s_ + (began_s_ > 0 ? now_s() - began_s_ : 0); }
+double Handover::busy_s() const { return busy_s_ + (began_s_ > 0 ? monotonic_s() - began_s_ : 0); }
 
 void Handover::deliver() {
     char told[512];

@@ -132,16 +132,12 @@ void Queues::put_chunks(int64_t stage, py::handle chunks_array, py::handle rows_
     const auto chunks = column<int64_t>(chunks_array, "chunks");
     const auto rows_of_each = column<int64_t>(rows_array, "rows");
     check_size(rows_of_each.size, chunks.size, "rows");
-    for (py::ssize_t i = 0; i < chunks.size; ++i) {
-        put_chunk(stage, static_cast<int32_t>(chunks[i]), static_cast<int32_t>(rows_of_each[i]),
-                  now_s);
-    }
-}
-
-void Queues::put_chunk(int64_t stage, int32_t chunk, int32_t rows_of_it, double now_s) {
     Queue& queue = chunk_queue(stage);
-    queue.push({chunk, rows_of_it}, now_s, decision);
-    joined(stage, rows_of_it, now_s);
+    for (py::ssize_t i = 0; i < chunks.size; ++i) {
+        const auto rows_of_it = static_cast<int32_t>(rows_of_each[i]);
+        queue.push({static_cast<int32_t>(chunks[i]), rows_of_it}, now_s, decision);
+        joined(stage, rows_of_it, now_s);
+    }
 }
 
 void Queues::put_ready(const Chunks& table, const std::vector<Number>& chunks, double now_s) {

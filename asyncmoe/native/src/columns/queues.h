@@ -59,7 +59,6 @@ class Queues {
 
     void put_chunks(int64_t stage, py::handle chunks, py::handle rows, double now_s,
                     py::handle total);
-    void put_chunk(int64_t stage, int32_t chunk, int32_t rows, double now_s);
     // The same for some that are ready together, of the stages that `table` has.
     void put_ready(const Chunks& table, const std::vector<Number>& chunks, double now_s);
     void put_parcel(int64_t source, py::handle parcel, py::object release, double now_s);

@@ -1,14 +1,9 @@
 #include "stopwatch.h"
 
-#include <chrono>
+#include "clock.h"
 
 namespace columns {
 namespace {
-
-double now_s() {
-    const auto now = std::chrono::steady_clock::now().time_since_epoch();
-    return std::chrono::duration<double>(now).count();
-}
 
 Stopwatch& stopwatch_of(PyObject* self) { return unboxed<Stopwatch>(self); }
 
@@ -18,7 +13,7 @@ int init(PyObject* self, PyObject* arguments, PyObject*) {
         if (!PyArg_ParseTuple(arguments, "O", &names)) throw py::error_already_set();
         Stopwatch& watch = stopwatch_of(self);
         watch.names = py::reinterpret_borrow<py::object>(names);
-        watch.begin_s = watch.last_s = now_s();
+        watch.begin_s = watch.last_s = monotonic_s();
         return 0;
     });
 }
@@ -67,7 +62,7 @@ void Stopwatch::begin(PyObject* callback) {
 }
 
 void Stopwatch::close() {
-    const double time_s = now_s();
+    const double time_s = monotonic_s();
     counted_s += counts ? time_s - last_s : within_s;
     last_s = time_s;
     within_s = 0;
