@@ -132,7 +132,9 @@ class Executor:
         self.notify = self.bell.ring
         self._timer: asyncio.TimerHandle | None = None  # to look at the queues again
         self._timer_s = math.inf  # loop time when it does
-        self._herald: Herald | None = None  # of passages; made for the first
+        self._herald: Herald | None = None  # of passages
+        if scheduler.work_conserving and not device.virtual:
+            self._herald = Herald(self.bell, self._look)
         self._closed = False
 
     def _workings(
@@ -227,8 +229,7 @@ class Executor:
     def _travel(self, stage: int, step: Step) -> Step:
         """`step`, alone on this rank, as a passage if it can be one."""
         self.bell.wanted = False
-        if self._herald is None:
-            self._herald = Herald(self.bell, self._look)
+        assert self._herald is not None
         last = partial(self._policy.reach, stage, step.row_count)
         return self._stages.passage(step, last, self._herald)
 

@@ -142,8 +142,6 @@ class Rank:
             ) from None
         self._resources.callback(self._drop_tensors)
         self._build(blocks, deadline)
-        self._resources.push_async_callback(self.transport.close)
-        self._resources.callback(self.executor.close)
         await self.transport.start(self)
         if self.home is not None and config.engine.request_timeout_s is not None:
             self._expire_requests(self.home, config.engine.request_timeout_s)
@@ -190,6 +188,8 @@ class Rank:
         settings = table_settings(self.config, self.spec, blocks)
         with fitting_memory("the rank's tables and caches", settings):
             parts = assemble(self, blocks, deadline)
+        self._resources.push_async_callback(parts.transport.close)
+        self._resources.callback(parts.executor.close)
         self.queues, self.transport, self.home = parts.queues, parts.transport, parts.home
         self._dispatcher, self._receptor = parts.dispatcher, parts.receptor
         self._intake = parts.receptor.intake(self._take_parcel, self._fail)
