@@ -71,12 +71,7 @@ class PlainHandover:
         while (item := self._queue.get()) is not None:
             work, done, loop = item
             self._began_s = begin_s = time.perf_counter()
-            result = None
-            failure: BaseException | None = None
-            try:
-                result = work()
-            except BaseException as error:  # a panic in an extension must not end the thread
-                failure = error
+            result, failure = _outcome(work)
             compute_s = time.perf_counter() - begin_s
             self._began_s = None
             self._busy_s += compute_s
@@ -138,12 +133,7 @@ class CompiledHandover:
         """See `Handover`."""
         take, tell = self._native.take, self._native.tell
         while (work := take()) is not None:
-            result = None
-            failure: BaseException | None = None
-            try:
-                result = work()
-            except BaseException as error:  # a panic in an extension must not end the thread
-                failure = error
+            result, failure = _outcome(work)
             tell(result, failure)
             del work, result, failure  # nothing of a batch outlives it here
 
@@ -159,6 +149,14 @@ class CompiledHandover:
             for end in set(self._ends) - {-1}:
                 os.close(end)
             self._ends = -1, -1
+
+
+def _outcome(work: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """What it gives or raises: a panic in an extension, too, must not end the thread."""
+    try:
+        return work(), None
+    except BaseException as error:
+        return None, error
 
 
 def make_handover() -> Handover:
