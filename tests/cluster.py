@@ -45,6 +45,19 @@ class Cluster:
         """Cancel a request."""
         self.ranks[0].send(self._home_of[request_id], Abort(request_id))
 
+    def stage_calls(self, rank: int, method: str) -> list[tuple[Any, Any]]:
+        """What a rank's stages are called with from now on, by this method of two arguments."""
+        seen: list[tuple[Any, Any]] = []
+        stages: Any = self.ranks[rank].executor._stages
+        inner = getattr(stages, method)
+
+        def record(step: Any, result: Any) -> None:
+            seen.append((step, result))
+            inner(step, result)
+
+        setattr(stages, method, record)
+        return seen
+
     async def until(self, condition: Any, timeout_s: float = 60.0) -> None:
         """Wait until `condition()` holds; looked at whenever the front end is told something."""
         async with asyncio.timeout(timeout_s):

@@ -56,18 +56,9 @@ def stepped(hold_at: int | None = None, **others: Any) -> Checkpoint:
     return Checkpoint(Path(), {}, kind, SPEC, DummySource(), {})
 
 
-def onwards(engine: Cluster) -> list[Passed]:
-    """Records from now on what passages of rank 0 say on their way."""
-    said: list[Passed] = []
-    stages: Any = engine.ranks[0].executor._stages
-    inner = stages.went_on
-
-    def record(step: Passage, passed: Passed) -> None:
-        said.append(passed)
-        inner(step, passed)
-
-    stages.went_on = record
-    return said
+def onwards(engine: Cluster) -> list[tuple[Passage, Passed]]:
+    """What passages of rank 0 say on their way, from now on."""
+    return engine.stage_calls(0, "went_on")
 
 
 @pytest.fixture(params=["compiled", "plain"])
@@ -88,7 +79,7 @@ async def test_a_lone_batch_goes_from_token_to_token_without_the_loop() -> None:
         assert engine.tokens[ids[1]] == toymodel.reference([5], 16, SPEC)
         # Not behind a prompt, nor where a request ends.
         assert 8 <= len(said) <= 13
-        assert all(len(each.stages) == CHAIN_STAGES for each in said)
+        assert all(len(each.stages) == CHAIN_STAGES for _, each in said)
         await engine.settled()
         times = engine.ranks[0].times.kinds
         heads, decisions = times[Kind.HEAD].batches, engine.ranks[0].queues.decision

@@ -13,7 +13,7 @@ from asyncmoe.devices.cpu import CpuDevice
 from asyncmoe.scheduler import QueueView, Scheduler, SchedulerContext, SchedulerParameters
 from asyncmoe.steps import AttentionStep, ExpertStep
 from tests import toymodel
-from tests.cluster import Cluster, cluster
+from tests.cluster import cluster
 from tests.test_engine_toy import SMALL
 from tests.test_executor import bench, twin  # noqa: F401 - a fixture
 
@@ -62,59 +62,48 @@ async def test_a_rule_is_not_left_without_news_for_ever() -> None:
         assert len(Diary.heard) >= 64
 
 
-def finished(engine: Cluster, rank: int) -> list[Any]:
-    """The steps that a rank's stages finish from now on."""
-    seen: list[Any] = []
-    stages: Any = engine.ranks[rank].executor._stages
-    inner = stages.finish
-
-    def record(step: Any, result: Any) -> None:
-        seen.append(step)
-        inner(step, result)
-
-    stages.finish = record
-    return seen
+@pytest.fixture
+def compiled(twin: None) -> None:  # noqa: F811
+    if native.columns is None:
+        pytest.skip("of the compiled turn")
 
 
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("watched", [False, True])
 async def test_expert_batches_pass_python_by_unless_somebody_watches(
     watched: bool,
 ) -> None:
-    if native.columns is None:
-        pytest.skip("of the compiled turn")
     async with cluster(2, toymodel.checkpoint(), **SMALL) as engine:
         if watched:
             engine.ranks[0].executor.watch()
-        seen = finished(engine, 0)
+        calls = engine.stage_calls(0, "finish")
         await engine.ended(engine.submit([1, 2, 3], home=1, max_tokens=5))
-        assert any(isinstance(step, ExpertStep) for step in seen) is watched
+        assert any(isinstance(step, ExpertStep) for step, _ in calls) is watched
 
 
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("watched", [False, True])
 async def test_attention_batches_that_go_on_as_a_whole_pass_python_by_unless_somebody_watches(
     watched: bool,
 ) -> None:
-    if native.columns is None:
-        pytest.skip("of the compiled turn")
     async with cluster(2, toymodel.checkpoint(), **SMALL) as engine:
         if watched:
             engine.ranks[1].executor.watch()
-        seen = finished(engine, 1)
+        calls = engine.stage_calls(1, "finish")
         await engine.ended(engine.submit([1, 2, 3], home=1, max_tokens=5))
         last = engine.ranks[1].chain.layers - 1  # where all but the last row of the prompt end
         whole = [
             step
-            for step in seen
+            for step, _ in calls
             if isinstance(step, AttentionStep) and (step.layer < last or step.row_count == 1)
         ]
         assert bool(whole) is watched
 
 
+@pytest.mark.usefixtures("compiled")
 async def test_what_a_batch_leaves_is_freed_on_the_compute_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if native.columns is None:
-        pytest.skip("of the compiled turn")
     where: list[str] = []
 
     def note(_: AttentionStep) -> None:

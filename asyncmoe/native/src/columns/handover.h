@@ -2,7 +2,7 @@
 // compiled twin of `PlainHandover` in asyncmoe/devices/handover.py.
 //
 // The loop is woken by the very last thing that the thread does for a piece of work, without the
-// GIL: a thread that were woken earlier, on the same core maybe, would have to wait for the GIL
+// GIL. A loop that is woken earlier, on the same core maybe, would have to wait for the GIL
 // again, and both would be put to sleep and woken twice more for each batch.
 #pragma once
 
