@@ -37,4 +37,4 @@ def test_a_cache_takes_memory_only_when_it_is_written() -> None:
     blocks = (1 << 33) // (16 * token_bytes(spec.caches))
     cache = cache_tensors(spec, blocks, 16, requests=2, device=CPU)
     assert resident_bytes() - before < 64 << 20
-    assert sum(tensor.nbytes for layer in cache for tensor in layer.values()) > (1 << 33) - (1 << 20)
+    assert sum(tensor.nbytes for layer in cache for tensor in layer.values()) > 8191 << 20
