@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from asyncmoe.company import Company, make_company, patience
 from asyncmoe.config import DeviceConfig, MetricsConfig
 from asyncmoe.cores import core_share
 from asyncmoe.deadline import Deadline
@@ -121,18 +122,42 @@ def assemble(rank: Rank, blocks: int, deadline: Deadline) -> Parts:
     # A dispatch row stands for all pairs of its token on this rank, so rows are tokens already.
     peers = RankPeers(rank.rank, placement, dispatcher, receptor, home, transport.send)
     scheduler = make_scheduler(config.scheduler, SchedulerContext(chain, 1.0, peers))
-    policy = BatchPolicy(config.batch, chain)
+    policy, company = _make_policy(rank, scheduler, queues, home)
     # In the virtual world the CPU time of this machine is nobody's.
     clock = None if rank.device.virtual else time.thread_time
     probe = _make_probe(config.metrics, queues, dispatcher, home, clock)
     watched = stages if probe is None else probe.watched(stages)
-    known = (stages.experts, stages.attention) if probe is None else ()
-    depth = config.device.depth
-    executor = Executor(queues, scheduler, policy, rank.device, watched, rank.times, depth, *known)
+    executor = Executor(
+        queues,
+        scheduler,
+        policy,
+        rank.device,
+        watched,
+        rank.times,
+        config.device.depth,
+        experts=stages.experts if probe is None else None,
+        attention=stages.attention if probe is None else None,
+        company=company,
+    )
     if probe is not None:
         probe.computing = lambda: executor.computing
     receptor.bell = executor.bell
     return Parts(queues, transport, dispatcher, home, cache, receptor, scheduler, executor, probe)
+
+
+def _make_policy(
+    rank: Rank, scheduler: Scheduler, queues: Queues, home: Home | None
+) -> tuple[BatchPolicy, Company | None]:
+    batch = rank.config.batch
+    times = patience(batch, live_ranks=1 if rank.device.virtual else rank.world)
+    if scheduler.synchronous or not scheduler.work_conserving or not times:
+        return BatchPolicy(batch, rank.chain), None
+    policy = BatchPolicy(batch, rank.chain, changes=True)
+    decode_chunk, chunk_stage = np.zeros(0, np.int64), np.zeros(0, np.int32)
+    if home is not None:
+        decode_chunk, chunk_stage = home.decode_chunk, home.chunks.stage
+    share = rank.spec.top_k / max(1, rank.spec.experts)
+    return policy, make_company(queues, policy, times, share, decode_chunk, chunk_stage)
 
 
 def _make_probe(

@@ -159,6 +159,27 @@ class BatchConfig(Section):
     attention_linger_ms: float = Field(2.0, ge=0, description=_LINGER)
     expert_linger_ms: float = Field(2.0, ge=0, description=_LINGER)
     head_linger_ms: float = Field(2.0, ge=0, description=_LINGER)
+    company: float | None = Field(
+        None,
+        ge=0,
+        le=1000,
+        description="How many times the compute of a batch a stage waits for rows that are known "
+        "to be on their way to it; 0: it does not; default 2 where there are several live ranks",
+    )
+
+    @property
+    def has_minima(self) -> bool:
+        """Whether stages of some kind wait for a number of rows."""
+        return max(self.attention_min_rows, self.expert_min_rows, self.head_min_rows) > 1
+
+    @model_validator(mode="after")
+    def _company_or_minima(self) -> Self:
+        if self.company and self.has_minima:
+            raise ValueError(
+                f"batch.company is {self.company:g}, but a batch.*_min_rows is above 1: stages "
+                "wait for rows on their way or for a number of rows, not for both"
+            )
+        return self
 
     @model_validator(mode="after")
     def _minimum_fits_maximum(self) -> Self:

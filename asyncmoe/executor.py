@@ -22,6 +22,7 @@ import numpy as np
 
 from asyncmoe import native
 from asyncmoe.bell import make_bell
+from asyncmoe.company import Company
 from asyncmoe.device import Device, Done, Submit
 from asyncmoe.herald import Herald
 from asyncmoe.microqueue import Queues, are_plain
@@ -73,6 +74,7 @@ class Workings:
 
     queues: Queues
     policy: BatchPolicy
+    company: Company | None
     stages: Stages
     # Those stages that it sees to itself; None: it goes through `stages`.
     experts: ExpertStages | None
@@ -84,7 +86,7 @@ class Workings:
     virtual: bool  # whether no passage is ever begun
     clock: Callable[[], float]  # of CPU time
     now_s: Callable[[], float]  # loop time
-    timer_s: Callable[[], float]  # loop time when the queues are looked at in any case
+    look_again: Callable[[float], None]  # at the queues, at this loop time if not before
     submit: Submit  # to the device
     executed: Callable[[int, int], None] | None  # of the rule; None: it takes no note
     travel: Callable[[int, Step], Step]  # makes a passage of an attention batch if it can be one
@@ -107,11 +109,13 @@ class Executor:
         depth: int = DEPTH,
         experts: ExpertStages | None = None,
         attention: AttentionStages | None = None,
+        company: Company | None = None,
     ) -> None:
         """`depth`: batches with the device at once. `experts`, `attention`: those of `stages` whose
-        batches need not go through it; None: all do."""
+        batches need not go through it; None: all do. `company`: of this policy."""
         self._queues, self._scheduler, self._policy = queues, scheduler, policy
         self._device, self._stages, self._times = device, stages, times
+        self._company = company
         self._depth = depth
         self._synchronous = scheduler.synchronous
         self._loop = asyncio.get_running_loop()
@@ -145,6 +149,7 @@ class Executor:
         return Workings(
             queues=self._queues,
             policy=self._policy,
+            company=self._company,
             stages=self._stages,
             experts=experts,
             attention=None if attention is None or attention.departure is None else attention,
@@ -155,7 +160,7 @@ class Executor:
             virtual=device.virtual,
             clock=times.clock,
             now_s=self._loop.time,
-            timer_s=lambda: self._timer_s,
+            look_again=self._look_again,
             submit=device.submitter(),
             executed=scheduler.executed if takes_note else None,
             travel=self._travel,
@@ -264,6 +269,8 @@ class Executor:
 
     def _choose(self) -> int | None:
         queues, now_s = self._queues, self._loop.time()
+        if self._company is not None:
+            self._company.attend(now_s)
         runnable, count, first, next_s = self._policy.look(queues.rows, queues.oldest_s, now_s)
         if not count:
             if next_s is not None:
@@ -360,6 +367,8 @@ class Executor:
         rows = step.row_count
         if not isinstance(result, Passed):
             self._times.kinds[step.kind].add(rows, compute_s)
+            if self._company is not None:
+                self._company.took(step.kind, compute_s)
             return
         if self._turn is not None:
             self._turn.passed(result.stages, rows)

@@ -89,7 +89,8 @@ class Home:
         self._free_rows = list(range(config.max_requests - 1, -1, -1))
         # One for each row, in its order, for good: a decode batch touches few lines of the tables.
         self._decode_slot = table.allocate(config.max_requests)[::-1].copy()
-        self._decode_chunk = np.full(config.max_requests, NONE, np.int64)
+        # by row, NONE where the prompt is not through
+        self.decode_chunk = np.full(config.max_requests, NONE, np.int64)
         self._length = np.zeros(config.max_requests, np.int64)  # tokens known: prompt and answer
         self.id_of_row = torch.zeros(config.max_requests, dtype=torch.int64)
 
@@ -184,7 +185,7 @@ class Home:
         self._by_row[row] = request
         self.id_of_row[row] = request.request_id
         self.pool.reserve(row, request.blocks)
-        self._decode_chunk[row] = NONE
+        self.decode_chunk[row] = NONE
         self._length[row] = len(request.prompt)
         self.sampling.set(row, request.params, request.prompt, len(request.prompt) + request.limit)
         self._prefilling.append(request)
@@ -326,7 +327,7 @@ class Home:
         rows = self.chunks.requests_of(chunks)
         self.sampling.append(rows, tokens)
         finish = self.sampling.finished(rows, tokens)
-        for chunk in chunks[self._decode_chunk[rows] == NONE].tolist():
+        for chunk in chunks[self.decode_chunk[rows] == NONE].tolist():
             self._begin_decode(chunk)
         going = finish == GO_ON
         self._next_step(rows[going], tokens[going])
@@ -344,7 +345,7 @@ class Home:
     def course(self, rows: Rows) -> Course | None:
         """What lies before decode steps that may go on from H by themselves; else None."""
         requests = self.chunks.requests_of(rows.chunks)
-        are_decode = bool((self._decode_chunk[requests] == rows.chunks).all())
+        are_decode = bool((self.decode_chunk[requests] == rows.chunks).all())
         return self.sampling.course(requests) if are_decode else None
 
     def pass_head(self, rows: Rows, tokens: NDArray[np.int64]) -> None:
@@ -381,15 +382,15 @@ class Home:
         slots = self._decode_slot[row : row + 1].copy()
         decode = self.chunks.open(row, slots, NONE, True, stage)
         self.table.chunk[slots] = decode
-        self._decode_chunk[row] = decode
+        self.decode_chunk[row] = decode
 
     def _next_step(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
         self._renew(rows, tokens)
-        self._enqueue(self._decode_chunk[rows])
+        self._enqueue(self.decode_chunk[rows])
 
     def _renew(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
         """Decode slots are for the next token now; returns them."""
-        slots, chunks = self._decode_slot[rows], self._decode_chunk[rows]
+        slots, chunks = self._decode_slot[rows], self.decode_chunk[rows]
         self.table.renew(slots)
         self.table.token[slots] = tokens
         self.table.position[slots] = self._length[rows]
@@ -438,8 +439,8 @@ class Home:
         for chunk in chunks:
             self.table.release(self.chunks.slots[chunk])
         self.table.renew(self._decode_slot[[row]])
-        if self._decode_chunk[row] != NONE:
-            chunks.append(int(self._decode_chunk[row]))
+        if self.decode_chunk[row] != NONE:
+            chunks.append(int(self.decode_chunk[row]))
         for chunk in chunks:
             self._queues.remove_chunks(int(self.chunks.stage[chunk]), np.array([chunk]))
         self.chunks.close(np.array(chunks, np.int64))
@@ -455,7 +456,7 @@ class Home:
         self.pool.release(row, request.blocks)
         self.sampling.clear(row)
         self._by_row[row] = None
-        self._decode_chunk[row] = NONE
+        self.decode_chunk[row] = NONE
         self._free_rows.append(row)
         self.pump()
 

@@ -162,6 +162,10 @@ class RowQueue:
         head = self._segments[0]
         return head.joined_s, head.joined_decision
 
+    def has(self, source: int) -> bool:
+        """Whether rows of this source wait."""
+        return any(segment.source == source for segment in self._segments)
+
     def put(self, segment: RowSegment) -> None:
         """Append the rows of a parcel."""
         self._segments.append(segment)
@@ -225,6 +229,7 @@ class Queues:
         self._queues: list[ChunkQueue | RowQueue] = [
             RowQueue() if kind is Kind.EXPERT else ChunkQueue() for kind in chain.kinds
         ]
+        self._latest: dict[int, tuple[int, float]] = {}  # source: stage and time of its last rows
 
     def put_chunks(
         self,
@@ -255,6 +260,7 @@ class Queues:
         stage = parcel.stage
         queue = self._queues[stage]
         assert isinstance(queue, RowQueue)
+        self._latest[source] = stage, now_s
         before = queue.rows
         if not before:
             self.oldest_s[stage], self.oldest_decision[stage] = now_s, self.decision
@@ -294,6 +300,17 @@ class Queues:
                 dropped += queue.discard(source, slots, epochs)
                 self._note(stage, queue)
         return dropped
+
+    def awaits(self, stage: int, reach: int, since_s: float) -> bool:
+        """Whether a source without rows at expert stage `stage` should have some soon: its last
+        rows came, not before `since_s`, to one of the `reach` layers before, around the chain."""
+        chain, queue = self.chain, self._queues[stage]
+        assert isinstance(queue, RowQueue)
+        for source, (latest, came_s) in self._latest.items():
+            behind = (chain.layer(stage) - chain.layer(latest)) % chain.layers
+            if came_s >= since_s and 0 < behind <= reach and not queue.has(source):
+                return True
+        return False
 
     def _note(self, stage: int, queue: ChunkQueue | RowQueue) -> None:
         rows = queue.rows

@@ -21,14 +21,15 @@ class BatchPolicy:
     min_rows: NDArray[np.int64]  # [stages]: rows for which the stage waits
     linger_s: NDArray[np.float64]  # [stages]: longest such wait of a row
 
-    def __init__(self, config: BatchConfig, chain: StageChain) -> None:
+    def __init__(self, config: BatchConfig, chain: StageChain, changes: bool = False) -> None:
+        """`changes`: somebody sets minima and lingers while it is in use."""
         self._kinds = chain.kinds
         self._limits = {kind: _limits(config, kind) for kind in Kind}
         limits = [self._limits[kind] for kind in self._kinds]
         self.min_rows = np.array([least for least, _, _ in limits], np.int64)
         self.max_rows = np.array([most for _, most, _ in limits], np.int64)
         self.linger_s = np.array([linger_ms for _, _, linger_ms in limits], np.float64) / 1000
-        self._waits = bool((self.min_rows > 1).any())
+        self._waits = changes or bool((self.min_rows > 1).any())
 
     def reach(self, stage: int, rows: int) -> int:
         """The last stage from `stage` on up to which `rows` rows are always one batch, at once."""

@@ -4,6 +4,7 @@
 #include "bell.h"
 #include "books.h"
 #include "chunks.h"
+#include "company.h"
 #include "departure.h"
 #include "draws.h"
 #include "experts.h"
@@ -55,6 +56,7 @@ PYBIND11_MODULE(_columns, m) {
     bind_inbound(m);
     bind_outbound(m);
     bind_queues(m);
+    bind_company(m);
     bind_outboxes(m);
     bind_bell(m);
     bind_handover(m);

@@ -60,7 +60,8 @@ Queues::Queues(py::object chain_of_stages)
     : chain(std::move(chain_of_stages)),
       rows(py::len(chain)),
       oldest_decision(py::len(chain)),
-      oldest_s(py::len(chain)) {
+      oldest_s(py::len(chain)),
+      layers_(chain.attr("layers").cast<int64_t>()) {
     const py::object expert = py::module_::import("asyncmoe.stage").attr("Kind").attr("EXPERT");
     for (const py::handle kind : chain.attr("kinds")) {
         queues_.emplace_back();
@@ -163,9 +164,25 @@ void Queues::put_parcel(int64_t source, py::handle parcel, py::object release, d
 void Queues::put(int64_t source, PackedView parcel, Release release, double now_s) {
     const int64_t stage = parcel.stage, more = parcel.rows;
     Queue& queue = row_queue(stage);
+    if (source < 0) throw py::value_error("rows come from a rank");
+    if (source >= static_cast<int64_t>(latest_.size())) latest_.resize(source + 1);
+    latest_[source] = {stage, now_s};
     auto hold = std::make_shared<Hold>(Hold{more, std::move(release)});
     queue.segments.push_back({source, std::move(parcel), std::move(hold), now_s, decision});
     joined(stage, more, now_s);
+}
+
+bool Queues::awaits(int64_t stage, int64_t reach, double since_s) const {
+    const auto& waiting = queues_.at(stage).segments;
+    for (int64_t source = 0; source < static_cast<int64_t>(latest_.size()); ++source) {
+        const Latest& latest = latest_[source];
+        if (latest.stage < 0 || latest.came_s < since_s) continue;
+        const int64_t behind = (layer_of(stage) - layer_of(latest.stage) + layers_) % layers_;
+        if (behind == 0 || behind > reach) continue;
+        const auto is_of_it = [&](const RowSegment& each) { return each.source == source; };
+        if (std::none_of(waiting.begin(), waiting.end(), is_of_it)) return true;
+    }
+    return false;
 }
 
 py::array_t<int64_t> Queues::take_chunks(int64_t stage, int64_t max_rows) {
@@ -321,7 +338,8 @@ void bind_queues(py::module_& m) {
                  return queues.take_rows(stage, max_rows).object();
              })
         .def("remove_chunks", &Queues::remove_chunks)
-        .def("discard", &Queues::discard);
+        .def("discard", &Queues::discard)
+        .def("awaits", &Queues::awaits);
 }
 
 }  // namespace columns

@@ -67,6 +67,8 @@ class Queues {
     Ref<Taken> take_rows(int64_t stage, int64_t max_rows);
     void remove_chunks(int64_t stage, py::handle chunks);
     int64_t discard(int64_t source, py::handle slots, py::handle epochs);
+    // See the twin.
+    bool awaits(int64_t stage, int64_t reach, double since_s) const;
 
     bool is_expert_stage(int64_t stage) const {
         return stage >= 0 && stage < static_cast<int64_t>(queues_.size()) && queues_[stage].experts;
@@ -89,6 +91,11 @@ class Queues {
     struct Chunk {
         int32_t chunk, rows;
     };
+    // The stage and the time of a source's last rows; none yet: a stage below 0.
+    struct Latest {
+        int64_t stage = -1;
+        double came_s = 0;
+    };
     // So many chunks joined together.
     struct Run {
         int64_t chunks;
@@ -107,6 +114,7 @@ class Queues {
         Chunk pop();
     };
 
+    int64_t layer_of(int64_t stage) const { return stage % (2 * layers_ + 1) / 2; }
     Queue& chunk_queue(int64_t stage);
     Queue& row_queue(int64_t stage);
     // `delta` rows have joined or left the stage's queue.
@@ -114,6 +122,8 @@ class Queues {
     void left(int64_t stage, int64_t delta);
 
     std::vector<Queue> queues_;
+    std::vector<Latest> latest_;  // by source
+    int64_t layers_;
 };
 
 void bind_queues(py::module_& m);

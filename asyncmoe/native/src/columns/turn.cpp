@@ -71,7 +71,7 @@ void Turn::init(py::handle self, const py::object& workings) {
     done_ = workings.attr("done");
     fail_ = workings.attr("fail");
     travel_ = workings.attr("travel");
-    timer_s_ = workings.attr("timer_s");
+    look_again_ = workings.attr("look_again");
     stages_ = workings.attr("stages");
     running_ = workings.attr("running");
     after_ = workings.attr("after");
@@ -89,10 +89,12 @@ void Turn::init(py::handle self, const py::object& workings) {
     if (!attention_stages.is_none()) {
         attention_ = std::make_shared<AttentionStages>(attention_stages);
     }
-    const py::object policy = workings.attr("policy");
-    const auto max_rows = column<int64_t>(policy.attr("max_rows"), "max_rows");
-    const auto min_rows = column<int64_t>(policy.attr("min_rows"), "min_rows");
-    const auto linger_s = column<double>(policy.attr("linger_s"), "linger_s");
+    policy_ = workings.attr("policy");
+    const auto max_rows = column<int64_t>(policy_.attr("max_rows"), "max_rows");
+    min_rows_ = column<int64_t>(policy_.attr("min_rows"), "min_rows");
+    linger_s_ = column<double>(policy_.attr("linger_s"), "linger_s");
+    const py::object company = workings.attr("company");
+    if (!company.is_none()) company_ = company.cast<std::shared_ptr<Company>>();
     const py::object kinds = py::module_::import("asyncmoe.stage").attr("Kind");
     const py::object attention = kinds.attr("ATTENTION");
     const bool is_virtual = workings.attr("virtual").cast<bool>();
@@ -100,9 +102,10 @@ void Turn::init(py::handle self, const py::object& workings) {
     for (const py::handle kind : queues_->chain.attr("kinds")) {
         const int64_t stage = of_stage_.size();
         of_stage_.push_back({times[kind], !is_virtual && kind.is(attention),
-                             max_rows.at(stage, "max_rows"), min_rows.at(stage, "min_rows"),
-                             linger_s.at(stage, "linger_s")});
+                             kind.cast<int>(), max_rows.at(stage, "max_rows")});
     }
+    check_size(min_rows_.size, of_stage_.size(), "min_rows");
+    check_size(linger_s_.size, of_stage_.size(), "linger_s");
 }
 
 void Turn::close() {
@@ -114,7 +117,7 @@ void Turn::close() {
 
 int Turn::visit(visitproc visit, void* arg) {
     for (const py::object* each :
-         {&fill_, &done_, &fail_, &travel_, &timer_s_, &stages_, &running_, &after_, &append_,
+         {&fill_, &done_, &fail_, &travel_, &look_again_, &stages_, &running_, &after_, &append_,
           &popleft_, &submit_, &ender_, &executed_, &spent_, &clock_.object(), &now_s_.object()}) {
         Py_VISIT(each->ptr());
     }
@@ -131,7 +134,7 @@ int Turn::visit(visitproc visit, void* arg) {
 void Turn::clear() {
     close();
     for (py::object* each :
-         {&fill_, &done_, &fail_, &travel_, &timer_s_, &submit_, &ender_, &executed_}) {
+         {&fill_, &done_, &fail_, &travel_, &look_again_, &submit_, &ender_, &executed_}) {
         const py::object gone = std::exchange(*each, py::none());
     }
 }
@@ -188,25 +191,28 @@ void Turn::fill(double begin_s) {
 // See `Executor._choose`: settles only what leaves no choice.
 Turn::Choice Turn::choose() const {
     const Queues& queues = *queues_;
+    if (company_) company_->attend(now_s_());
     int64_t runnable = 0, first = -1;
     bool lingers = false;
     double time_s = 0, next_s = std::numeric_limits<double>::infinity();
     for (size_t stage = 0; stage < of_stage_.size(); ++stage) {
-        const Stage& of = of_stage_[stage];
         const int64_t rows = queues.rows[stage];
-        bool may_run = rows >= of.min_rows;
+        bool may_run = rows >= min_rows_[stage];
         if (!may_run && rows > 0) {
             if (!lingers) time_s = now_s_();
             lingers = true;
-            const double lingered_s = queues.oldest_s[stage] + of.linger_s;
+            const double lingered_s = queues.oldest_s[stage] + linger_s_[stage];
             may_run = lingered_s <= time_s;
             next_s = std::min(next_s, lingered_s);
         }
         if (may_run && runnable++ == 0) first = stage;
     }
     if (runnable == 0) {
-        const bool is_timed = !lingers || next_s >= real(call(timer_s_).ptr());
-        return {is_timed ? Choice::kWait : Choice::kAsk};
+        if (lingers) {
+            const py::object look_again = look_again_;
+            call(look_again, py::float_(next_s));
+        }
+        return {Choice::kWait};
     }
     const int64_t rows = queues.rows[first], most = of_stage_[first].max_rows;
     if (runnable == 1 && rows < most && computes()) return {Choice::kWait};
@@ -316,6 +322,7 @@ double Turn::finish(const py::object& step, PyObject* result, PyObject* compute_
     add(of_times().batches, times, int64_t{1});
     add(of_times().rows, times, rows_of(step));
     add(of_times().compute_s, times, real(compute_s));
+    if (company_) company_->took(of_stage_[stage].kind, real(compute_s));
     const auto experts = experts_;
     const auto attention = attention_;
     if (experts && ExpertStages::is_step(step.ptr())) {

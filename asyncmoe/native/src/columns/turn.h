@@ -10,6 +10,7 @@
 #include "bell.h"
 #include "boxed.h"
 #include "clock.h"
+#include "company.h"
 #include "expert_stages.h"
 #include "queues.h"
 
@@ -54,8 +55,8 @@ struct Turn {
     struct Stage {
         py::object times;  // `KindTimes`
         bool travels;      // whether a batch of it may begin a passage
-        int64_t max_rows, min_rows;
-        double linger_s;
+        int kind;          // as in asyncmoe/stage.py
+        int64_t max_rows;
     };
 
     template <typename F>
@@ -70,7 +71,7 @@ struct Turn {
     const Stage& stage_at(int64_t stage) const;
     bool is_closed() const { return closed_ || !bell; }
 
-    py::object fill_, done_, fail_, travel_, timer_s_;  // the executor's ways
+    py::object fill_, done_, fail_, travel_, look_again_;  // the executor's ways
     py::object stages_, running_, after_, append_, popleft_, submit_, ender_;
     py::object executed_;  // of the rule; None: it takes no note
     py::object spent_ = py::none();  // batches that are over, for the compute thread to free
@@ -81,6 +82,10 @@ struct Turn {
     std::shared_ptr<const ExpertStages> experts_;  // null: `stages_` has them
     std::shared_ptr<const AttentionStages> attention_;  // likewise
     std::vector<Stage> of_stage_;
+    py::object policy_;  // owns these
+    Column<const int64_t> min_rows_{nullptr, 0};
+    Column<const double> linger_s_{nullptr, 0};
+    std::shared_ptr<Company> company_;  // null: minima stay as they are
     int64_t depth_ = 0;
     bool closed_ = false;
 };
