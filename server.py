@@ -20,6 +20,7 @@ from asyncmoe.frontend.admission import Overloaded, Unavailable
 from asyncmoe.frontend.engine import AsyncEngine
 from asyncmoe.frontend.events import EventWriter
 from asyncmoe.frontend.generation import Generation
+from asyncmoe.frontend.live import Answer, Live, Round, ServerStopping, raise_if_stopping
 from asyncmoe.frontend.openai_api import (
     Body,
     ChatBody,
@@ -41,13 +42,6 @@ GOODBYE_S = 1.0  # how long clients have to read that the server stops
 BACKLOG = 1024
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-class ServerStopping(RequestFailed):
-    """The request was ended by the server's own end."""
-
-    def __init__(self) -> None:
-        super().__init__("the server is shutting down")
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -89,6 +83,7 @@ class Server:
     def __init__(self, engine: AsyncEngine, listener: socket.socket) -> None:
         """`listener` comes from `bind`; the server closes it."""
         self.engine, self._listener = engine, listener
+        self._round = Round(engine.loop)
         config = engine.config
         self.model_name = config.server.served_name or config.model.name
         application = web.Application(
@@ -196,9 +191,10 @@ class Server:
             for index in range(len(generations))
         ]
         try:
-            await together(generation.start() for generation in generations)
+            for generation in generations:
+                await generation.start()
             if body.stream:
-                return await _stream(request, body, envelope, choices, generations)
+                return await _stream(request, body, envelope, choices, generations, self._round)
             return await _whole(body, envelope, choices, generations)
         finally:
             for generation in generations:
@@ -238,7 +234,8 @@ async def _whole(
     outputs: list[RequestOutput | None] = [None] * len(generations)
 
     async def one(index: int, generation: Generation) -> None:
-        outputs[index] = _unless_stopping(await generation.complete())
+        output = outputs[index] = await generation.complete()
+        raise_if_stopping(output)
 
     await together(one(index, generation) for index, generation in enumerate(generations))
     done = [output for output in outputs if output is not None]
@@ -252,41 +249,26 @@ async def _stream(
     envelope: Envelope,
     choices: list[Choice],
     generations: list[Generation],
+    round_: Round,
 ) -> web.StreamResponse:
     """Server-sent events. An error after the first event is an event itself."""
     events = EventWriter(request)
     report_usage = body.stream_options is not None and body.stream_options.include_usage
-    rest: dict[str, Any] = {"usage": None} if report_usage else {}
-    before, behind = envelope.chunk_around(rest)
-    last: list[RequestOutput | None] = [None] * len(generations)
-
-    async def one(index: int, choice: Choice, generation: Generation) -> None:
-        async for output in generation:
-            if last[index] is None and (opening := choice.opening()) is not None:
-                await events.send_json(before, orjson.dumps(opening), behind)
-            last[index] = _unless_stopping(output)
-            if output.delta or output.finish_reason or output.logprobs or body.return_token_ids:
-                await events.send_json(before, orjson.dumps(choice.news(output)), behind)
-
+    around = envelope.chunk_around({"usage": None} if report_usage else {})
+    answers = [
+        Answer(choice, generation.stream, around, bool(body.return_token_ids))
+        for choice, generation in zip(choices, generations, strict=True)
+    ]
     try:
-        await together(
-            one(index, choice, generation)
-            for index, (choice, generation) in enumerate(zip(choices, generations, strict=True))
-        )
+        await Live(events, answers, round_).run()
         if report_usage:
-            total = usage([output for output in last if output is not None], body.n or 1)
-            await events.send({**envelope.chunk([]), "usage": total})
+            total = usage([answer.told for answer in answers if answer.told], body.n or 1)
+            events.write({**envelope.chunk([]), "usage": total})
     except (RequestError, RequestFailed) as error:
         if not events.begun:
             raise
-        await events.send(error_body(str(error), *_status(error)))
+        events.write(error_body(str(error), *_status(error)))
     return await events.finish()
-
-
-def _unless_stopping(output: RequestOutput) -> RequestOutput:
-    if output.finish_reason == "abort":  # its client is here, so it was the server who ended it
-        raise ServerStopping
-    return output
 
 
 class _WithoutTraceback(logging.Filter):

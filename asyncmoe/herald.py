@@ -12,12 +12,15 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator
+from typing import Final
 
 from asyncmoe.bell import Bell
 
 
 class Herald:
     """Of one executor. Made and closed on its loop; `wanted` and `tell` are for other threads."""
+
+    LEAD: Final = 4  # most decode steps of a passage that the loop has not heard of
 
     def __init__(self, bell: Bell, look: Callable[[], None]) -> None:
         """`look` is called on the loop once a passage has left something to be heard of."""

@@ -3,7 +3,7 @@
 What a step needs beside its compute is a few numbers of each row, but Python takes for these as
 long as for a layer, since the weights that a step reads leave nothing of it in the caches. So the
 call makes them itself. All memory is made before it: the loop reads what a step has left while the
-next one, which writes elsewhere, is with the device.
+next ones, which write elsewhere, are with the device.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ class Walk:
             request_ids=rows.request_ids,
         )
         self.ends, self.steps = np.ascontiguousarray(course.ends), course.tokens
-        self.tokens = np.zeros((2, count), np.int64)  # of a step, and of the one before it
+        self._turns = herald.LEAD + 1  # steps that are kept: those unheard of, and the next one
+        self.tokens = np.zeros((self._turns, count), np.int64)
         self.tokens[0] = tokens
         self.bad = np.zeros(count, np.bool_)
-        self.seconds = np.zeros((2, 2 * layers + 1))  # of the stages, like the tokens
+        self.seconds = np.zeros((self._turns, 2 * layers + 1))  # of the stages, like the tokens
         self.counts, self.herald = counts, herald
         self._before = int(counts[0]) + 1  # of the counts, when the first step begins
 
@@ -70,4 +71,4 @@ class Walk:
     def unheard(self) -> int | None:
         """The turn of the step that the loop was told of and is to hear of; None without one."""
         told, heard = self.counts.tolist()
-        return (heard + 1 - self._before) % 2 if told > heard >= self._before else None
+        return (heard + 1 - self._before) % self._turns if told > heard >= self._before else None

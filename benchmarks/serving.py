@@ -2,9 +2,9 @@
 
 One engine with its server, in turn driven directly, where a caller is woken once for each answer,
 and by clients in a process of their own, which share the machine with it: a streamed completion
-each, over a connection each. The rate is new tokens per second from the first request to the last
-answer's end; each figure is the best of the repeats. That both go through one engine in one process
-keeps luck with memory out of the ratio.
+each, over a connection each that stays open. The rate is new tokens per second from the first
+request to the last answer's end; each figure is the best of the repeats. That both go through one
+engine in one process keeps luck with memory out of the ratio.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ from asyncmoe.server import running_server
 
 
 def write_tokenizer(path: Path, vocab: int) -> None:
-    """A tokenizer of `vocab` made-up words, so that every token of a random model has text."""
-    words = {f"w{number}": number for number in range(vocab)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    """A byte-level tokenizer, as most models have, of `vocab` made-up words: every token of a
+    random model has text."""
+    words = {f"\u0120w{number}": number for number in range(vocab)}  # U+0120 is a space
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(words, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.save(str(path / "tokenizer.json"))
 
 

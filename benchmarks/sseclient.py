@@ -1,21 +1,25 @@
 """A client of streamed completions that costs next to nothing, since it shares the server's cores.
 
-It sends a request over a connection of its own, keeps the bytes that come, and looks at them once
-all is over: what a client does with the text is not what is measured. As a program it serves
-`ClientProcess`: a run per line of standard input, its seconds or its error on standard output.
+It sends each request over a connection of its own, which stays open for the next one as those of a
+client's pool do, keeps the bytes that come, and looks at them once all is over: what a client does
+with the text is not what is measured. As a program it serves `ClientProcess`: a run per line of
+standard input, its seconds or its error on standard output.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import select
+import socket
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
-from typing import Any
 from urllib.parse import urlsplit
 
-import uvloop
+READ_BYTES = 1 << 16
+HEAD = b"HTTP/1.1 200 "
+LAST_CHUNK = b"\r\n0\r\n\r\n"  # the answer is whole; no event holds this
 
 
 class BadAnswer(Exception):
@@ -30,30 +34,52 @@ class Streams:
         address = urlsplit(url)
         assert address.hostname is not None
         assert address.port is not None
-        self._host, self._port = address.hostname, address.port
-        self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+        self._address = address.hostname, address.port
+        self._connections: list[socket.socket] = []
 
     def run(self, prompts: list[list[int]], new_tokens: int) -> float:
-        """Stream a greedy answer of `new_tokens` to every prompt, all at once. Returns seconds.
+        """Stream a greedy answer of `new_tokens` to every prompt, all at once. Returns seconds
+        from the first request to the last answer's end.
 
         Raises `BadAnswer` if a stream does not bring them all.
         """
+        requests = [self._request(ids, new_tokens) for ids in prompts]
+        while len(self._connections) < len(requests):
+            self._connections.append(socket.create_connection(self._address))
         begin_s = time.perf_counter()
-        answers = self._runner.run(self._all(prompts, new_tokens))
+        answers = self._exchange(requests)
         whole_s = time.perf_counter() - begin_s
-        for answer in answers:
-            found = count_tokens(answer)
-            if found != new_tokens:
-                raise BadAnswer(f"a stream brought {found} tokens of {new_tokens}")
+        try:
+            found = [count_tokens(answer) for answer in answers]
+        except BadAnswer:
+            self.close()
+            raise
+        if found != [new_tokens] * len(prompts):
+            raise BadAnswer(f"streams brought {found} tokens, not {new_tokens} each")
         return whole_s
 
     def close(self) -> None:
-        """End the clients' loop. Idempotent."""
-        self._runner.close()
+        """Close the connections. Idempotent."""
+        while self._connections:
+            self._connections.pop().close()
 
-    async def _all(self, prompts: list[list[int]], new_tokens: int) -> list[bytes]:
-        requests = [self._request(ids, new_tokens) for ids in prompts]
-        return await asyncio.gather(*map(self._one, requests))
+    def _exchange(self, requests: list[bytes]) -> list[bytes]:
+        """The whole answer to each request, as it is on the wire."""
+        poll, parts = select.poll(), dict[int, list[bytes]]()
+        reads = {}
+        for connection, request in zip(self._connections, requests, strict=False):
+            connection.sendall(request)
+            parts[connection.fileno()] = []
+            reads[connection.fileno()] = connection.recv
+            poll.register(connection, select.POLLIN)
+        while reads:
+            for number, _ in poll.poll():
+                data = reads[number](READ_BYTES)
+                parts[number].append(data)
+                if not data or is_over(parts[number]):
+                    poll.unregister(number)
+                    del reads[number]
+        return [b"".join(each) for each in parts.values()]
 
     def _request(self, ids: list[int], new_tokens: int) -> bytes:
         fields = {
@@ -65,37 +91,12 @@ class Streams:
             "return_token_ids": True,
         }
         body = json.dumps(fields).encode()
+        host, port = self._address
         head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n"
-            "Content-Type: application/json\r\nConnection: close\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n"
+            f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         return head.encode() + body
-
-    async def _one(self, request: bytes) -> bytes:
-        loop = asyncio.get_running_loop()
-        _, answer = await loop.create_connection(
-            lambda: _Answer(loop, request), self._host, self._port
-        )
-        return await answer.whole
-
-
-class _Answer(asyncio.Protocol):
-    def __init__(self, loop: asyncio.AbstractEventLoop, request: bytes) -> None:
-        self.whole: asyncio.Future[bytes] = loop.create_future()
-        self._request, self._parts = request, list[bytes]()
-
-    def connection_made(self, transport: Any) -> None:
-        transport.write(self._request)
-
-    def data_received(self, data: bytes) -> None:
-        self._parts.append(data)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if error is None:
-            self.whole.set_result(b"".join(self._parts))
-        else:
-            self.whole.set_exception(error)
 
 
 class ClientProcess:
@@ -131,6 +132,11 @@ class ClientProcess:
         assert self._process.stdin is not None
         self._process.stdin.close()
         await self._process.wait()
+
+
+def is_over(parts: list[bytes]) -> bool:
+    """Whether an answer ends with its latest part, or is none that streams."""
+    return b"".join(parts[-2:]).endswith(LAST_CHUNK) or not parts[0].startswith(HEAD)
 
 
 def count_tokens(answer: bytes) -> int:

@@ -199,6 +199,14 @@ def test_a_stream_s_tokens_are_counted_however_it_is_cut(bench: Any) -> None:
     assert client.count_tokens(response(TOKENS[:7], TOKENS[7:] + DONE)) == 3
 
 
+def test_a_client_reads_to_the_end_of_a_stream_or_of_its_hopes(bench: Any) -> None:
+    over, whole = bench("sseclient").is_over, response(TOKENS, DONE)
+    assert over([whole])
+    assert over([whole[:90], whole[90:-3], whole[-3:]])
+    assert not over([whole[:-1]])
+    assert over([b"HTTP/1.1 503 Service Unavailable\r\n"])
+
+
 @pytest.mark.parametrize(
     ("answer", "says"),
     [

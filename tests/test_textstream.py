@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Core
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from asyncmoe.frontend.textstream import Detokenizer, StopMatcher, TextStream
+from asyncmoe.frontend.textstream import ByteDetokenizer, Detokenizer, StopMatcher, TextStream
+from asyncmoe.frontend.tokenizer import TokenBytes
 from asyncmoe.sampling import SamplingParams
 
 CORPUS = ["the quick brown fox, the lazy dog. naïve café — “quotes” 日本語 🙂👩‍👩‍👧 " * 3]
@@ -19,6 +20,8 @@ CORPUS = ["the quick brown fox, the lazy dog. naïve café — “quotes” 日�
 
 class CoreDecoder:
     """A `tokenizers` tokenizer with one special token."""
+
+    bytes_of = None
 
     def __init__(self, core: Core, special_ids: frozenset[int] = frozenset()) -> None:
         self.core, self.special_ids, self.calls = core, special_ids, 0
@@ -32,6 +35,7 @@ class CharDecoder:
     """Token n is the character n."""
 
     special_ids: frozenset[int] = frozenset()
+    bytes_of = None
 
     def decode(self, ids: list[int]) -> str:
         return "".join(map(chr, ids))
@@ -48,6 +52,7 @@ def byte_level() -> CoreDecoder:
         show_progress=False,
     )
     core.train_from_iterator(CORPUS, trainer)
+    core.add_tokens(["added 日", "né"])  # spelled as they are; the second could be bytes
     return CoreDecoder(core, frozenset({core.token_to_id("<s>")}))
 
 
@@ -99,6 +104,15 @@ def test_pieces_of_any_split_of_any_text_join_to_it(text: str, seed: int) -> Non
 @given(st.lists(st.integers(0, 319), max_size=200))
 def test_pieces_of_random_tokens_join_to_the_full_decode(ids: list[int]) -> None:
     assert "".join(pieces_of(BYTE_LEVEL, ids)) == BYTE_LEVEL.decode(ids)
+
+
+@given(st.lists(st.integers(0, BYTE_LEVEL.core.get_vocab_size() + 3), max_size=60))
+@settings(max_examples=200, deadline=None)
+def test_the_bytes_of_a_byte_level_vocabulary_join_to_the_full_decode(ids: list[int]) -> None:
+    bytes_of = TokenBytes(BYTE_LEVEL.core.id_to_token, BYTE_LEVEL.special_ids)
+    detokenizer = ByteDetokenizer(bytes_of)
+    pieces = [*map(detokenizer.push, ids), detokenizer.flush()]
+    assert "".join(pieces) == BYTE_LEVEL.decode(ids)
 
 
 def test_endless_broken_bytes_cost_a_bounded_window_and_join_to_the_full_decode() -> None:

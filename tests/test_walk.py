@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from asyncmoe import native
+from asyncmoe.herald import Herald
 from asyncmoe.model import Model
 from asyncmoe.models.decoder import Decoder
 from asyncmoe.sampler import BAD_LOGITS
@@ -103,6 +105,23 @@ async def test_a_walk_ends_with_the_token_that_ends_a_request(
         assert ended == whole[: whole.index(stop) + 1]
         assert list(engine.end.values()) == ["length", "stop"]
     assert len(walks) >= 2
+
+
+async def test_a_loop_that_stands_still_again_and_again_hears_every_token(
+    checkpoint: Path, walks: list[tuple[int, int]]
+) -> None:
+    async with cluster(1, **config(checkpoint)) as engine:
+        (whole,) = await answers(engine, 60)
+        request = engine.submit(PROMPTS[0], max_tokens=60)
+        leads = set()
+        while request not in engine.end:
+            before = len(engine.tokens[request])
+            await engine.until(lambda seen=before: len(engine.tokens[request]) > seen)
+            leads.add(len(engine.tokens[request]) - before)
+            time.sleep(0.03)  # noqa: ASYNC251
+        assert engine.tokens[request] == whole
+    assert max(leads) == Herald.LEAD + 1  # and the one that the passage came back with
+    assert walks
 
 
 async def test_a_request_cancelled_in_a_walk_gives_everything_back(

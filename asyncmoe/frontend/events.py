@@ -1,26 +1,29 @@
 """Server-sent events: one JSON object after the other on an HTTP response that stays open.
 
 A token of every stream passes here in every step, while the device computes on the same cores. So
-behind the first event this writes to the connection itself, in HTTP's chunked encoding, without a
-lock or a coroutine of its own; it waits only while a client is behind.
+behind the head this writes to the connection itself, in HTTP's chunked encoding, and never waits;
+who writes asks whether the client is behind.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Final
 
 import orjson
-from aiohttp import web
+from aiohttp import HttpVersion11, web
+
+_FRAME_BYTES: Final = len(b"data: \n\n")
+_ROOM_BYTES: Final = 16384  # that may wait in this process for the client
 
 
 class EventWriter:
-    """One response of server-sent events; its head goes out with the first event."""
+    """One response of server-sent events."""
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
-        self._turn = asyncio.Lock()  # several answers may want to begin the stream
-        self._flowing = False  # head and first event are out
+        self._transport: asyncio.Transport | None = None  # once the head is out
+        self._chunked = request.version >= HttpVersion11  # HTTP/1.0 knows no chunks
         self._response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
@@ -31,38 +34,46 @@ class EventWriter:
 
     @property
     def begun(self) -> bool:
-        """Whether the status line is out."""
-        return self._response.prepared
+        """Whether the head is out."""
+        return self._transport is not None
 
-    async def send(self, event: dict[str, Any]) -> None:
-        """Send one event; waits while the client is behind."""
-        await self.send_json(orjson.dumps(event))
+    @property
+    def flows(self) -> bool:
+        """Whether events may be written now: the head is out and the client is not behind."""
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return False
+        return transport.get_write_buffer_size() <= _ROOM_BYTES
 
-    async def send_json(self, *pieces: bytes) -> None:
-        """`send` for an event that is JSON already, in pieces. Raises `ConnectionError`."""
-        data = b"".join((b"data: ", *pieces, b"\n\n"))
-        if not self._flowing or not self._response.chunked:  # HTTP/1.0 knows no chunks
-            await self._write_in_turn(data)
-        elif self._write_chunk(data):
+    async def open(self) -> None:
+        """Wait until events may be written; the head goes out if it is not. Raises
+        `ConnectionError`."""
+        if self.begun:
             await self._request.writer.drain()
+        else:
+            if self._chunked:
+                self._response.enable_chunked_encoding()
+            await self._response.prepare(self._request)
+            self._transport = self._request.transport
+        if self._transport is None or self._transport.is_closing():
+            raise ConnectionResetError("the client is gone")
+
+    def write(self, event: dict[str, Any]) -> None:
+        """Write an event to a stream that is open."""
+        self.write_json(orjson.dumps(event))
+
+    def write_json(self, before: bytes, choice: bytes = b"", behind: bytes = b"") -> None:
+        """`write` for an event that is JSON already, in three parts."""
+        assert self._transport is not None
+        if self._chunked:
+            size = len(before) + len(choice) + len(behind) + _FRAME_BYTES
+            data = b"%x\r\ndata: %b%b%b\n\n\r\n" % (size, before, choice, behind)
+        else:
+            data = b"data: %b%b%b\n\n" % (before, choice, behind)
+        self._transport.write(data)
 
     async def finish(self) -> web.StreamResponse:
-        """Send the last event."""
-        await self.send_json(b"[DONE]")
+        """Write the last event."""
+        self.write_json(b"[DONE]")
         await self._response.write_eof()
         return self._response
-
-    async def _write_in_turn(self, data: bytes) -> None:
-        async with self._turn:
-            if not self._response.prepared:
-                await self._response.prepare(self._request)
-            await self._response.write(data)
-            self._flowing = True
-
-    def _write_chunk(self, data: bytes) -> bool:
-        """Returns whether some of it still waits in this process."""
-        transport = self._request.transport
-        if transport is None or transport.is_closing():
-            raise ConnectionResetError("the client is gone")
-        transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        return bool(transport.get_write_buffer_size())

@@ -58,6 +58,12 @@ class Generation:
             raise RuntimeError(f"request {self.request_id} has been read to its end already")
         return output
 
+    @property
+    def stream(self) -> RequestStream:
+        """Its mailbox, for who writes many answers at once. Only behind `start()`."""
+        assert self._stream is not None
+        return self._stream
+
     def __aiter__(self) -> Generation:
         return self
 

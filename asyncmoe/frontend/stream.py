@@ -7,6 +7,8 @@ into one item. So a mailbox never holds more than one answer, which admission ha
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from asyncmoe.frontend.output import FinishReason, RequestOutput, TokenLogprob, Transcript
@@ -22,6 +24,7 @@ class RequestStream:
     ) -> None:
         """`text` None leaves all text out. Stop strings in `params` need it."""
         self.transcript = transcript
+        self.ended = False  # nothing more will come in
         self._text = text
         self._params = params
         self._decoded = 0  # tokens whose text is made
@@ -33,13 +36,8 @@ class RequestStream:
         self._finish_taken = False
         self._stop_reason: int | str | None = None
         self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._wait_for_end = False
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing more will come in."""
-        return self._finish is not None or self._error is not None
+        self._hear: Callable[[], None] | None = None
+        self._hears_tokens = False
 
     def push(
         self,
@@ -74,14 +72,32 @@ class RequestStream:
     def end(self, finish: FinishReason) -> None:
         """The request is over. The first end counts."""
         if not self.ended:
-            self._finish = finish
+            self._finish, self.ended = finish, True
             self._wake()
 
     def fail(self, error: Exception) -> None:
         """The request has no answer: the reader gets `error`. The first end counts."""
         if not self.ended:
-            self._error = error
+            self._error, self.ended = error, True
             self._wake()
+
+    def listen(self, hear: Callable[[], None] | None, *, tokens: bool = True) -> None:
+        """`hear` is called whenever there is news; with `tokens` False, only of the end.
+
+        It is called in the middle of a step, so it must be quick, and leave the engine alone.
+        """
+        self._hear, self._hears_tokens = hear, tokens
+
+    def news(self) -> RequestOutput | None:
+        """What came since the last item; None if nothing did, or that was the last one.
+
+        Raises the error that the request ended with.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._finish_taken or not self.has_news:
+            return None
+        return self._make_output()
 
     async def take(self, *, whole: bool) -> RequestOutput | None:
         """Wait for news and return it; None once the last item has been taken.
@@ -89,24 +105,23 @@ class RequestStream:
         `whole` waits for the end of the request instead, and is not woken before. Raises the error
         that the request ended with.
         """
-        self._wait_for_end = whole
-        while not self.ended and (whole or self._taken_tokens == len(self.transcript.token_ids)):
-            self._waiter = asyncio.get_running_loop().create_future()
+        while not self.ended and (whole or not self.has_news):
+            waiter = asyncio.get_running_loop().create_future()
+            self.listen(partial(_wake_up, waiter), tokens=not whole)
             try:
-                await self._waiter
+                await waiter
             finally:
-                self._waiter = None
-        if self._error is not None:
-            raise self._error
-        if self._finish_taken:
-            return None
-        return self._make_output()
+                self.listen(None)
+        return self.news()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there are tokens that were not taken, or the end has come."""
+        return self.ended or len(self.transcript.token_ids) > self._taken_tokens
 
     def _wake(self) -> None:
-        if self._waiter is None or self._waiter.done():
-            return
-        if self.ended or not self._wait_for_end:
-            self._waiter.set_result(None)
+        if self._hear is not None and (self._hears_tokens or self.ended):
+            self._hear()
 
     def _decode(self) -> bool:
         """Make the text of all tokens so far. Returns True if a stop string was completed."""
@@ -144,3 +159,8 @@ class RequestStream:
             tokens_so_far=self._taken_tokens,
             pieces_so_far=self._taken_pieces,
         )
+
+
+def _wake_up(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

@@ -3,12 +3,14 @@
 A token's text depends on its neighbours: a character may be spread over tokens, and decoders strip
 or join spaces. So each new token is decoded together with a short window of those before it, and
 what the window's text has grown by is new. The window is cut where the rest decodes to the end of
-the same text, which bounds the cost of a token whatever the length of the answer.
+the same text, which bounds the cost of a token whatever the length of the answer. Tokens of a
+byte-level vocabulary need no window: their bytes are decoded as they come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import codecs
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Final, Protocol
 
@@ -27,6 +29,11 @@ class Decoder(Protocol):
     @property
     def special_ids(self) -> AbstractSet[int]:
         """Tokens that have no text."""
+        ...
+
+    @property
+    def bytes_of(self) -> Mapping[int, bytes] | None:
+        """What each token adds to the bytes of a text, if it is the same in every text."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -81,6 +88,22 @@ class Detokenizer:
             text = self._decoder.decode(window)
         unsent = len(self._text) - self._sent
         self._window, self._text, self._sent = window, text, max(0, len(text) - unsent)
+
+
+class ByteDetokenizer:
+    """`Detokenizer` for tokens that each stand for their own bytes."""
+
+    def __init__(self, bytes_of: Mapping[int, bytes]) -> None:
+        self._bytes_of = bytes_of
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def push(self, token: int) -> str:
+        """See `Detokenizer`."""
+        return self._decode(self._bytes_of[token])
+
+    def flush(self) -> str:
+        """See `Detokenizer`."""
+        return self._decode(b"", True)
 
 
 class StopMatcher:
@@ -145,7 +168,10 @@ class TextStream:
     """The text of one request's answer: detokenised, and ended by its stop strings."""
 
     def __init__(self, decoder: Decoder, params: SamplingParams) -> None:
-        self._detokenizer = Detokenizer(decoder)
+        self._detokenizer: Detokenizer | ByteDetokenizer = (
+            Detokenizer(decoder) if decoder.bytes_of is None else ByteDetokenizer(decoder.bytes_of)
+        )
+        self._has_stops = bool(params.stop)
         self._matcher = StopMatcher(params.stop, params.include_stop_str_in_output)
         self._min_tokens = params.min_tokens
         self._tokens = 0
@@ -161,6 +187,8 @@ class TextStream:
         A stop string counts once more than `min_tokens` tokens have come. A token that ended the
         request (EOS, a stop token) has no text: leave it out.
         """
+        if not self._has_stops:
+            return "".join(map(self._detokenizer.push, tokens))
         pieces: list[str] = []
         for token in tokens:
             if self.stopped is not None:

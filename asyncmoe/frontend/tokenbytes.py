@@ -24,6 +24,15 @@ def spelled_bytes(token: str) -> bytes | None:
     return token.encode() if BROKEN in token else None
 
 
+def byte_level_bytes(token: str) -> bytes:
+    """The bytes of a token of a byte-level vocabulary, as its decoder reads them: an added token is
+    spelled as it is, unless it could be bytes."""
+    try:
+        return bytes(map(_BYTE_OF.__getitem__, token))
+    except KeyError:
+        return token.encode()
+
+
 def _alphabet() -> dict[str, int]:
     seen = {*range(0x21, 0x7F), *range(0xA1, 0x100)} - {0xAD}
     hidden = [byte for byte in range(256) if byte not in seen]

@@ -16,7 +16,7 @@ import tokenizers
 
 from asyncmoe.errors import CheckpointError, RequestError
 from asyncmoe.frontend.chattemplate import ChatTemplates
-from asyncmoe.frontend.tokenbytes import BROKEN, spelled_bytes
+from asyncmoe.frontend.tokenbytes import BROKEN, byte_level_bytes, spelled_bytes
 
 _FAST_FILE: Final = "tokenizer.json"
 _CONFIG_FILE: Final = "tokenizer_config.json"
@@ -37,6 +37,19 @@ Decode = Callable[[list[int], bool], str]
 Spell = Callable[[int], str | None]
 
 
+class TokenBytes(dict[int, bytes]):
+    """What each token adds to the bytes of a text, made when it is first asked for."""
+
+    def __init__(self, spell: Spell, special_ids: frozenset[int]) -> None:
+        super().__init__()
+        self._spell, self._special_ids = spell, special_ids
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = None if token_id in self._special_ids else self._spell(token_id)
+        found = self[token_id] = b"" if token is None else byte_level_bytes(token)
+        return found
+
+
 class Tokenizer:
     """Text to ids and back. Its calls may be made from several threads at once."""
 
@@ -48,11 +61,14 @@ class Tokenizer:
         special_ids: frozenset[int],
         longest_token_bytes: int,
         templates: ChatTemplates,
+        is_byte_level: bool = False,
     ) -> None:
         """`encode(text, add_special)`; `decode(ids, skip_special)`; `spell(id)` is the token as
-        the vocabulary has it."""
+        the vocabulary has it. `is_byte_level`: a text's bytes are those of its tokens, joined."""
         self.special_ids = special_ids  # tokens without text: BOS, EOS, role marks …
         self.longest_token_bytes = longest_token_bytes  # no token stands for more text
+        # None: a token's text depends on its neighbours.
+        self.bytes_of = TokenBytes(spell, special_ids) if is_byte_level else None
         self._encode = encode
         self._decode = decode
         self._spell = spell
@@ -146,6 +162,7 @@ def _wrap(core: tokenizers.Tokenizer, templates: ChatTemplates) -> Tokenizer:
         frozenset(special),
         _longest(core.get_vocab()),
         templates,
+        isinstance(core.decoder, tokenizers.decoders.ByteLevel),
     )
 
 

@@ -140,6 +140,7 @@ class WholeLayers:
             context=rows.context_len.data_ptr(),
             ends=walk.ends.ctypes.data,
             end_width=walk.ends.shape[1],
+            turns=len(walk.tokens),
             tokens=walk.tokens.ctypes.data,
             bad=walk.bad.ctypes.data,
             seconds=walk.seconds.ctypes.data,

@@ -113,14 +113,15 @@ Tongue make_tongue(uintptr_t embedding, int64_t vocab, uintptr_t norm, float nor
 
 Walk make_walk(const Tongue& tongue, const PagedRows& rows, uintptr_t positions,
                uintptr_t cache_index, uintptr_t context, uintptr_t ends, int64_t end_width,
-               uintptr_t tokens, uintptr_t bad, uintptr_t seconds, int64_t seconds_width,
-               uintptr_t counts, uintptr_t wanted, int bell) {
+               int64_t turns, uintptr_t tokens, uintptr_t bad, uintptr_t seconds,
+               int64_t seconds_width, uintptr_t counts, uintptr_t wanted, int bell) {
     if (rows.rows != rows.segments || rows.decode_rows != rows.rows ||
         rows.cache_index != at<const int64_t>(cache_index) ||
         rows.context != at<const int64_t>(context))
         throw std::invalid_argument("the rows are no decode steps of these columns");
+    if (turns < 2) throw std::invalid_argument("a walk keeps two steps at least");
     return {tongue, rows, at<int64_t>(positions), at<int64_t>(cache_index), at<int64_t>(context),
-            at<const int64_t>(ends), end_width, at<int64_t>(tokens), at<bool>(bad),
+            at<const int64_t>(ends), end_width, turns, at<int64_t>(tokens), at<bool>(bad),
             at<double>(seconds), seconds_width, at<int64_t>(counts),
             at<const unsigned char>(wanted), bell};
 }
@@ -140,8 +141,8 @@ void bind_layers(py::module_& m) {
     py::class_<Walk>(m, "Walk", "Decode steps of rows; their columns are brought up to date.")
         .def(py::init(&make_walk), py::arg("tongue"), py::arg("rows"), py::arg("positions"),
              py::arg("cache_index"), py::arg("context"), py::arg("ends"), py::arg("end_width"),
-             py::arg("tokens"), py::arg("bad"), py::arg("seconds"), py::arg("seconds_width"),
-             py::arg("counts"), py::arg("wanted"), py::arg("bell"))
+             py::arg("turns"), py::arg("tokens"), py::arg("bad"), py::arg("seconds"),
+             py::arg("seconds_width"), py::arg("counts"), py::arg("wanted"), py::arg("bell"))
         .def("__call__", &walk_through, py::arg("layers"), py::arg("memory"), py::arg("x"),
              py::arg("steps"), py::call_guard<py::gil_scoped_release>(),
              "At most `steps` steps behind tokens [0]: layers that the last of them passed, and "

@@ -38,9 +38,10 @@ struct Walk {
     int64_t *positions, *cache_index, *context;
     const int64_t* ends;  // [rows, end_width]: tokens that end a row
     int64_t end_width;
-    int64_t* tokens;  // [2, rows]: of a step, and of the one before it
+    int64_t turns;    // steps that are kept: as many the loop may be behind, and one
+    int64_t* tokens;  // [turns, rows]
     bool* bad;        // [rows]: of the last step; no token can be chosen
-    double* seconds;  // [2, seconds_width]: of the stages, like the tokens
+    double* seconds;  // [turns, seconds_width]: of the stages
     int64_t seconds_width;
     int64_t* counts;            // steps that the loop was told of, and has heard of
     const unsigned char* wanted;  // whether to stop before the next attention stage
@@ -48,7 +49,7 @@ struct Walk {
 
     struct End {
         int64_t layers;  // that the last step has passed, all of them if it has tokens
-        int64_t turn;    // 0 or 1: which tokens and seconds are its own
+        int64_t turn;    // which tokens and seconds are its own
     };
 
     bool is_wanted() const { return __atomic_load_n(wanted, __ATOMIC_RELAXED) != 0; }
@@ -60,14 +61,14 @@ struct Walk {
     End run(int64_t turn, int64_t steps, int64_t layers, void* x, const Pass& pass) const {
         for (;;) {
             enter(tokens + turn * rows.rows, static_cast<char*>(x));
-            turn ^= 1;
+            turn = (turn + 1) % turns;
             double* const taken_s = seconds + turn * seconds_width;
             const int64_t passed = pass(x, taken_s);
             if (passed < layers) return {passed, turn};
             const double begin_s = now_s();
             const bool goes_on = speak(x, tokens + turn * rows.rows);
             taken_s[2 * layers] = now_s() - begin_s;
-            if (--steps < 1 || !goes_on || is_wanted() || !is_heard()) return {passed, turn};
+            if (--steps < 1 || !goes_on || is_wanted() || !may_tell()) return {passed, turn};
             __atomic_fetch_add(&counts[0], 1, __ATOMIC_RELEASE);
             const uint64_t one = 1;
             if (write(bell, &one, sizeof one) < 0) continue;  // it has been rung often enough
@@ -75,8 +76,9 @@ struct Walk {
     }
 
    private:
-    bool is_heard() const {
-        return __atomic_load_n(&counts[1], __ATOMIC_ACQUIRE) == counts[0];
+    // Whether the loop has heard of so many steps that the next one has a place.
+    bool may_tell() const {
+        return counts[0] - __atomic_load_n(&counts[1], __ATOMIC_ACQUIRE) < turns - 1;
     }
 
     // The rows' next step: its columns, and x.
