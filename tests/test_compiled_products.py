@@ -62,7 +62,7 @@ def choice(rows: int, experts: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("out", "inputs"), SHAPES)
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 100])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 16, 17, 32, 100])
 def test_a_product_is_that_of_float64(dtype: torch.dtype, out: int, inputs: int, rows: int) -> None:
     weight, bias = normal(out, inputs, seed=1, dtype=dtype), normal(out, seed=2, dtype=dtype)
     x = normal(rows, inputs, seed=3, dtype=dtype)
@@ -113,14 +113,28 @@ def test_a_row_is_the_same_bit_for_bit_among_any_rows(dtype: torch.dtype, quanti
         return gated(layer(rows), ACTIVATIONS["silu"])
 
     alone = torch.cat([run(row[None]) for row in x])
-    for first, rows in ((0, 2), (1, 3), (2, 4), (3, 5), (4, 6), (5, 7), (6, 11), (0, 203)):
+    for first, rows in enumerate((2, 3, 4, 5, 6, 7, 11, 16, 17, 31, 32, 33, 190)):
         assert torch.equal(run(x[first : first + rows]), alone[first : first + rows])
 
 
 @pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [1e-20, 1e10])
+def test_a_row_is_the_same_alone_though_its_numbers_hardly_fit(
+    dtype: torch.dtype, scale: float
+) -> None:
+    weight = (normal(43, 150, seed=1) * 1e-19).to(dtype)
+    layer = Linear(weight, out_dtype=torch.float32)
+    x = (normal(32, 150, seed=2) * (3 * normal(32, 150, seed=3)).exp() * scale).to(dtype)
+    assert torch.equal(layer(x), torch.cat([layer(row[None]) for row in x]))
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("quantize", [False, True])
-def test_a_row_that_is_not_finite_harms_no_other_row(quantize: bool) -> None:
-    layer, x = Linear(normal(20, 33, seed=1), quantize=quantize), normal(6, 33, seed=2)
+def test_a_row_that_is_not_finite_harms_no_other_row(dtype: torch.dtype, quantize: bool) -> None:
+    layer = Linear(normal(20, 33, seed=1, dtype=dtype), quantize=quantize)
+    x = normal(6, 33, seed=2, dtype=dtype)
     clean = layer(x)
     x[2, 7], x[4, 1] = torch.nan, torch.inf
     got = layer(x)
@@ -128,6 +142,18 @@ def test_a_row_that_is_not_finite_harms_no_other_row(quantize: bool) -> None:
     assert not got[4].isfinite().any()
     rest = [0, 1, 3, 5]
     assert torch.equal(got[rest], clean[rest])
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_column_that_is_not_finite_harms_no_other_column(dtype: torch.dtype) -> None:
+    weight, x = normal(70, 37, seed=1, dtype=dtype), normal(20, 37, seed=2, dtype=dtype)
+    clean = Linear(weight)(x)
+    weight[[16, 33]] = torch.nan
+    got = Linear(weight)(x)
+    assert got[:, [16, 33]].isnan().all()
+    rest = [column for column in range(70) if column not in (16, 33)]
+    assert torch.equal(got[:, rest], clean[:, rest])
 
 
 def test_rows_may_be_a_slice_of_wider_ones_or_of_another_dtype() -> None:

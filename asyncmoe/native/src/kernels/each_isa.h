@@ -1,15 +1,17 @@
 // Compiles the file named by ASYNCMOE_SOURCE once per instruction set, in the namespaces
-// asyncmoe::plain, ::avx2, ::avx512 and, if asked for, ::avx512_bf16, where `kWidth` is the number
-// of floats in a vector.
+// asyncmoe::plain, ::avx2, ::avx512 and, if asked for, ::avx512_bf16 and ::amx_bf16, where `kWidth`
+// is the number of floats in a vector.
 //
 // Include all of the standard library before this file: its templates must not be instantiated for
 // an instruction set that the CPU may lack. For the same reason lambdas that are handed to code
 // outside (`Pool::run`) must do no more than call a function of the namespace: GCC compiles them
-// for the baseline. ASYNCMOE_LEVEL is 0, 1, 2 or 3 like `Isa`, since the compiler's own macros
+// for the baseline. ASYNCMOE_LEVEL is 0 to 4 like `Isa`, since the compiler's own macros
 // (__AVX2__) do not follow the pragma.
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
+
+#include "amx.h"
 
 #define ASYNCMOE_INLINE inline __attribute__((always_inline))
 
@@ -52,6 +54,15 @@ constexpr int kWidth = 16;
 #include ASYNCMOE_SOURCE
 #undef ASYNCMOE_LEVEL
 }  // namespace avx512_bf16
+
+#if defined(ASYNCMOE_HAS_AMX)
+namespace amx_bf16 {
+constexpr int kWidth = 16;
+#define ASYNCMOE_LEVEL 4
+#include ASYNCMOE_SOURCE
+#undef ASYNCMOE_LEVEL
+}  // namespace amx_bf16
+#endif
 #pragma GCC pop_options
 #endif
 #endif

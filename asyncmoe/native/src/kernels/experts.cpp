@@ -13,16 +13,6 @@
 #define ASYNCMOE_SOURCE "experts.isa.h"
 #include "each_isa.h"
 
-// Like ASYNCMOE_ON_ISA, for tasks that multiply.
-#if defined(__x86_64__)
-#define ASYNCMOE_ON_PRODUCT_ISA(name, ...)                              \
-    (::asyncmoe::isa() == ::asyncmoe::Isa::avx512_bf16                  \
-         ? avx512_bf16::name(__VA_ARGS__)                               \
-         : ASYNCMOE_ON_ISA(name, __VA_ARGS__))
-#else
-#define ASYNCMOE_ON_PRODUCT_ISA(name, ...) ASYNCMOE_ON_ISA(name, __VA_ARGS__)
-#endif
-
 namespace asyncmoe {
 namespace {
 
@@ -73,18 +63,20 @@ void run(ExpertsCall& call, int64_t active) {
     const Packed& gate_up = call.layer.gate_up;
     const Packed& down = call.layer.down;
     Pool& pool = Pool::mine();
-    call.gate_up_panels = panels_per_task(active * gate_up.panels(), 2, 8);
-    call.down_panels = panels_per_task(active * down.panels(), 1, 8);
+    call.gate_up_panels = panels_per_task(gate_up, active, 2);
+    call.down_panels = panels_per_task(down, active, 1);
     call.combine_rows = rows_per_task(call.output_stride * std::max<int64_t>(
                                                                1, call.pairs.gather_width));
     pool.run(static_cast<int>(active * tasks_of(gate_up.panels(), call.gate_up_panels)),
-             [&](int task) { ASYNCMOE_ON_PRODUCT_ISA(gate_up_task<T>, call, task); });
+             [&](int task) {
+                 ASYNCMOE_ON_PRODUCT_ISA(gate_up.storage, gate_up_task<T>, call, task);
+             });
     call.inner_rows =
         prepare_rows(call.inner, call.inner_bf16, call.pairs.count,
                      call.inner_stride / (call.inner_bf16 ? 2 : 4), down.inputs, down.storage,
                      Workspace::mine().inner_rows);
     pool.run(static_cast<int>(active * tasks_of(down.panels(), call.down_panels)),
-             [&](int task) { ASYNCMOE_ON_PRODUCT_ISA(down_task<T>, call, task); });
+             [&](int task) { ASYNCMOE_ON_PRODUCT_ISA(down.storage, down_task<T>, call, task); });
     pool.run(static_cast<int>(tasks_of(call.pairs.out_rows, call.combine_rows)),
              [&](int task) { ASYNCMOE_ON_ISA(combine_task<T>, call, task); });
 }

@@ -3,22 +3,26 @@
 #include "tile.isa.h"
 #include "activation.isa.h"
 
-// Calls finish(pair, first panel, panels, sums) for some panels of one active expert's pairs.
+// Calls finish(pair, panel, panels, sums) for all of an active expert's pairs and, some at a time,
+// up to `most` panels from `first` on.
 template <class Rows, class Finish>
 ASYNCMOE_INLINE void multiply_expert(const Packed& weight, const ActiveExpert& active,
-                                     int64_t panel, int64_t most, const Rows& row_of,
+                                     int64_t first, int64_t most, const Rows& row_of,
                                      const Finish& finish) {
-    const int64_t left = weight.panels() - panel;
-    const int panels = (int)(left < most ? left : most);
-    const char* w =
-        weight.data + active.expert * weight.bytes() + panel * weight.panel_bytes();
+    const int64_t left = weight.panels() - first;
+    const int64_t last = first + (left < most ? left : most);
+    const char* w = weight.data + active.expert * weight.bytes();
     float sums[kTilePanels * kTileRows * kPanel];
     for (int64_t pair = active.first; pair < active.end;) {
         const int count = tile_rows(active.end - pair);
         const void* rows[kTileRows];
         for (int r = 0; r < count; ++r) rows[r] = row_of(pair + r);
-        multiply(rows, count, weight, w, panels, sums);
-        for (int r = 0; r < count; ++r) finish(pair + r, panel, panels, sums + r * kPanel);
+        const RowTile tile(rows, count, weight);
+        for (int64_t panel = first; panel < last; panel += kTilePanels) {
+            const int panels = (int)(last - panel < kTilePanels ? last - panel : kTilePanels);
+            multiply(tile, weight, w + panel * weight.panel_bytes(), panels, sums);
+            for (int r = 0; r < count; ++r) finish(pair + r, panel, panels, sums + r * kPanel);
+        }
         pair += count;
     }
 }

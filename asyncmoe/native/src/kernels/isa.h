@@ -7,9 +7,13 @@
 
 #include <atomic>
 
+#include "amx.h"
+#include "packed.h"
+
 namespace asyncmoe {
 
-enum class Isa { plain, avx2, avx512, avx512_bf16 };  // each has what those before it have
+// Each has what those before it have.
+enum class Isa { plain, avx2, avx512, avx512_bf16, amx_bf16 };
 
 // The best one that this CPU has.
 inline Isa best_isa() {
@@ -17,8 +21,10 @@ inline Isa best_isa() {
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        return __builtin_cpu_supports("avx512bf16") ? Isa::avx512_bf16 : Isa::avx512;
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+        if (!__builtin_cpu_supports("avx512bf16")) return Isa::avx512;
+        return amx_usable() ? Isa::amx_bf16 : Isa::avx512_bf16;
+    }
     if (avx2) return Isa::avx2;
 #endif
     return Isa::plain;
@@ -32,6 +38,13 @@ inline std::atomic<Isa>& isa_in_use() {
 
 inline Isa isa() { return isa_in_use().load(std::memory_order_relaxed); }
 
+// The one for products with weights of this storage: only those of bfloat16 have better ones than
+// AVX-512.
+inline Isa product_isa(Storage storage) {
+    const Isa best = isa();
+    return best > Isa::avx512 && storage != Storage::bfloat16 ? Isa::avx512 : best;
+}
+
 }  // namespace asyncmoe
 
 // Calls `name(arguments)` of the namespace of the instruction set in use.
@@ -42,4 +55,21 @@ inline Isa isa() { return isa_in_use().load(std::memory_order_relaxed); }
                                                   : plain::name(__VA_ARGS__))
 #else
 #define ASYNCMOE_ON_ISA(name, ...) plain::name(__VA_ARGS__)
+#endif
+
+// The same for products with weights of this storage.
+#if defined(ASYNCMOE_HAS_AMX)
+#define ASYNCMOE_ON_AMX(name, ...) amx_bf16::name(__VA_ARGS__)
+#else
+#define ASYNCMOE_ON_AMX(name, ...) avx512_bf16::name(__VA_ARGS__)  // is never called
+#endif
+#if defined(__x86_64__)
+#define ASYNCMOE_ON_PRODUCT_ISA(storage, name, ...)                          \
+    (::asyncmoe::product_isa(storage) == ::asyncmoe::Isa::amx_bf16           \
+         ? ASYNCMOE_ON_AMX(name, __VA_ARGS__)                                \
+     : ::asyncmoe::product_isa(storage) == ::asyncmoe::Isa::avx512_bf16      \
+         ? avx512_bf16::name(__VA_ARGS__)                                    \
+         : ASYNCMOE_ON_ISA(name, __VA_ARGS__))
+#else
+#define ASYNCMOE_ON_PRODUCT_ISA(storage, name, ...) ASYNCMOE_ON_ISA(name, __VA_ARGS__)
 #endif

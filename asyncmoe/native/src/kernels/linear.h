@@ -18,7 +18,8 @@ struct LinearLayer {
 // x [rows, inputs], `stride` elements from one row to the next -> out [rows, columns].
 void linear(const LinearLayer& layer, const void* x, int64_t rows, int64_t stride, void* out);
 
-// The largest power of two of panels, up to `most`, that leaves every thread some tasks to take.
-int64_t panels_per_task(int64_t panels, int64_t least, int64_t most);
+// Panels of a task, where `times` as many as `weight` has are multiplied with rows: a power of two,
+// at least `least`, that leaves every thread some tasks to take.
+int64_t panels_per_task(const Packed& weight, int64_t times, int64_t least);
 
 }  // namespace asyncmoe

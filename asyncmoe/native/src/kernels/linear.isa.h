@@ -17,12 +17,21 @@ ASYNCMOE_INLINE void finish_panel(const LinearLayer& layer, int64_t column, cons
     }
 }
 
+ASYNCMOE_INLINE void finish_row(const LinearCall& call, int64_t row, int64_t panel, int panels,
+                                const float* sums) {
+    const int64_t at = row * call.layer.weight.columns;
+    for (int p = 0; p < panels; ++p, sums += kTileRows * kPanel) {
+        const int64_t column = (panel + p) * kPanel;
+        if (call.layer.bf16_out) finish_panel(call.layer, column, sums, (Bf16*)call.out + at);
+        else finish_panel(call.layer, column, sums, (float*)call.out + at);
+    }
+}
+
 void linear_task(const LinearCall& call, int task) {
     const Packed& weight = call.layer.weight;
-    const int64_t panel = task / call.row_blocks * call.panels_per_task;
-    const int64_t left = weight.panels() - panel;
-    const int panels = (int)(left < call.panels_per_task ? left : call.panels_per_task);
-    const char* w = weight.data + panel * weight.panel_bytes();
+    const int64_t first = task / call.row_blocks * call.panels_per_task;
+    const int64_t left = weight.panels() - first;
+    const int64_t last = first + (left < call.panels_per_task ? left : call.panels_per_task);
     int64_t row = task % call.row_blocks * call.rows_per_task;
     const int64_t end = row + call.rows_per_task < call.count ? row + call.rows_per_task
                                                               : call.count;
@@ -31,15 +40,13 @@ void linear_task(const LinearCall& call, int task) {
         const int count = tile_rows(end - row);
         const void* rows[kTileRows];
         for (int r = 0; r < count; ++r) rows[r] = call.rows.row(row + r);
-        multiply(rows, count, weight, w, panels, sums);
-        for (int r = 0; r < count; ++r)
-            for (int p = 0; p < panels; ++p) {
-                const float* from = sums + (p * kTileRows + r) * kPanel;
-                const int64_t column = (panel + p) * kPanel, at = (row + r) * weight.columns;
-                if (call.layer.bf16_out)
-                    finish_panel(call.layer, column, from, (Bf16*)call.out + at);
-                else finish_panel(call.layer, column, from, (float*)call.out + at);
-            }
+        const RowTile tile(rows, count, weight);
+        for (int64_t panel = first; panel < last; panel += kTilePanels) {
+            const int panels = (int)(last - panel < kTilePanels ? last - panel : kTilePanels);
+            multiply(tile, weight, weight.data + panel * weight.panel_bytes(), panels, sums);
+            for (int r = 0; r < count; ++r)
+                finish_row(call, row + r, panel, panels, sums + r * kPanel);
+        }
         row += count;
     }
 }

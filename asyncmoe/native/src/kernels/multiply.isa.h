@@ -2,8 +2,6 @@
 //
 // An output is one chain of multiply-adds over the inputs in ascending order, whatever the tile
 // that it is computed in, so that a row's result does not depend on the other rows.
-#include "vec.isa.h"
-#include "tile.isa.h"
 
 constexpr int kVectors = kPanel / kWidth;  // of a panel
 
@@ -216,13 +214,12 @@ void multiply_int8(const void* const* rows, int count, const Packed& weight, con
     }
 }
 
-void multiply(const void* const* rows, int count, const Packed& weight, const char* w, int panels,
-              float* out) {
+void multiply(const RowTile& tile, const Packed& weight, const char* w, int panels, float* out) {
     switch (weight.storage) {
         case Storage::float32:
-            return multiply_as<FloatWeights>(rows, count, weight, w, panels, out);
+            return multiply_as<FloatWeights>(tile.rows, tile.count, weight, w, panels, out);
         case Storage::bfloat16:
-            return multiply_as<ProductsOfBf16>(rows, count, weight, w, panels, out);
-        case Storage::int8: return multiply_int8(rows, count, weight, w, panels, out);
+            return multiply_as<ProductsOfBf16>(tile.rows, tile.count, weight, w, panels, out);
+        case Storage::int8: return multiply_int8(tile.rows, tile.count, weight, w, panels, out);
     }
 }

@@ -55,7 +55,7 @@ PreparedRows padded_pairs(const PrepareCall& call, Scratch& scratch) {
 }  // namespace
 
 bool multiplies_pairs(Storage storage) {
-    return storage == Storage::bfloat16 && isa() == Isa::avx512_bf16;
+    return product_isa(storage) >= Isa::avx512_bf16;
 }
 
 PreparedRows prepare_rows(const void* x, bool bf16, int64_t count, int64_t stride, int64_t inputs,

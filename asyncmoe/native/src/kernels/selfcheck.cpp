@@ -11,8 +11,10 @@
 namespace asyncmoe {
 namespace {
 
-// Odd in every respect: a last panel that is not full, a pair that is not, tiles of every height.
-constexpr int64_t kRows = 7, kInputs = 37, kColumns = 43, kWidth = 21, kExperts = 2;
+// Odd in every respect: a last panel that is not full, a pair that is not, tiles of every height,
+// and of one register and of two.
+constexpr int64_t kHeights[] = {1, 2, 3, 4, 5, 6, 7, 20};
+constexpr int64_t kRows = 20, kInputs = 37, kColumns = 43, kWidth = 21, kExperts = 2;
 
 // Numbers between -1 and 1, the same ones each time.
 class Numbers {
@@ -74,7 +76,7 @@ void append_products(Storage storage, std::vector<float>& results) {
     const bool bf16 = sizeof(X) == 2;
     const Weights<T> weight(numbers, storage, kColumns, kInputs, 1);
     const LinearLayer layer{weight.packed, nullptr, bf16, false, false};
-    for (int64_t rows = 1; rows <= kRows; ++rows) {
+    for (const int64_t rows : kHeights) {
         std::vector<float> out(rows * kColumns);
         linear(layer, x.data(), rows, kInputs, out.data());
         results.insert(results.end(), out.begin(), out.end());
@@ -126,7 +128,7 @@ bool agree(const std::vector<float>& a, const std::vector<float>& b) {
 }  // namespace
 
 const char* isa_name(Isa isa) {
-    constexpr const char* names[] = {"plain", "avx2", "avx512", "avx512_bf16"};
+    constexpr const char* names[] = {"plain", "avx2", "avx512", "avx512_bf16", "amx_bf16"};
     return names[static_cast<int>(isa)];
 }
 
