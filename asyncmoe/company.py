@@ -28,6 +28,7 @@ from asyncmoe.policy import BatchPolicy
 from asyncmoe.stage import Kind
 
 PATIENCE = 2.0  # most waits that pay are over by then (benchmarks/throughput.py --ranks 2)
+SHORTEST_S = 0.0005  # loops count in milliseconds: a shorter wait would be longer than it is worth
 _FORGET = 1.02  # what a batch costs at least is forgotten by so much with each
 
 
@@ -77,8 +78,11 @@ class Company:
             elif self._queues.awaits(stage, reach, since_s):
                 rows = here + 1
                 price_s *= 1 - (1 - self._share) ** here
+            wait_s = self._patience * price_s
+            if wait_s < SHORTEST_S:
+                rows = 1
             self._min_rows[stage] = max(1, min(rows, int(self._max_rows[stage])))
-            self._linger_s[stage] = self._patience * price_s
+            self._linger_s[stage] = wait_s
 
     def _coming(self, stage: int) -> int:
         """Rows of decode steps that are at `stage` or on their way to it."""

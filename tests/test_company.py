@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from asyncmoe import native
-from asyncmoe.company import PATIENCE, Company, make_company, patience
+from asyncmoe.company import PATIENCE, SHORTEST_S, Company, make_company, patience
 from asyncmoe.config import BatchConfig
 from asyncmoe.microqueue import make_queues
 from asyncmoe.policy import BatchPolicy
@@ -22,6 +22,7 @@ from tests.test_virtual_cluster import cancels, crash, cut, nothing, stalls
 from tests.virtual_kit import play, sections, toys
 
 CHAIN = StageChain(4)
+COSTS = {"least_s": 0.001, "most_s": 0.003}
 A0, A1, H = CHAIN.attention(0), CHAIN.attention(1), CHAIN.head
 
 
@@ -135,6 +136,16 @@ def test_a_home_that_has_been_silent_for_long_is_not_waited_for() -> None:
     assert b.waits(CHAIN.expert(1), 2 * step_s + 0.1)[0] == 1
 
 
+def test_a_wait_that_the_clock_does_not_see_is_none() -> None:
+    b = Bench()
+    b.decodes(A1, A1)
+    b.put(A1, 1)
+    b.company.took(Kind.ATTENTION, SHORTEST_S / 2)
+    assert b.waits(A1) == (2, SHORTEST_S)
+    b.company.took(Kind.ATTENTION, SHORTEST_S / 2.1)
+    assert b.waits(A1)[0] == 1
+
+
 def test_the_price_is_that_of_a_small_batch_and_follows_it_up() -> None:
     b = Bench()
     b.put(A1, 1)
@@ -173,10 +184,10 @@ def test_both_twins_see_the_same(seed: int) -> None:
 def test_everything_ends_once_and_both_twins_do_the_same(act: Any) -> None:
     config = sections(3, batch={"company": 2.0}, transport={"window_rows": 9})
     for seed in range(5):
-        ours = play(config, seed, act)
+        ours = play(config, seed, act, **COSTS)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(native, "columns", None)
-            assert play(config, seed, act) == ours
+            assert play(config, seed, act, **COSTS) == ours
 
 
 def test_ranks_that_wait_run_fewer_batches_for_the_same_tokens() -> None:
@@ -188,7 +199,7 @@ def test_ranks_that_wait_run_fewer_batches_for_the_same_tokens() -> None:
             kv={"blocks": 200},
             transport={"options": {"network": {"latency_us": 100.0}}},
         )
-        async with toys(config, 3) as cluster:
+        async with toys(config, 3, **COSTS) as cluster:
             cluster.front_end.tokens = {}
             for request in range(8):
                 cluster.front_end.begin(request, [1 + request], 40)

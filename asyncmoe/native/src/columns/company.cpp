@@ -6,7 +6,7 @@
 namespace columns {
 namespace {
 
-constexpr double kForget = 1.02;
+constexpr double kForget = 1.02, kShortestS = 0.0005;
 
 }  // namespace
 
@@ -52,8 +52,10 @@ void Company::attend(double now_s) {
             rows = here + 1;
             price_s *= 1 - std::pow(1 - share_, here);
         }
+        const double wait_s = patience_ * price_s;
+        if (wait_s < kShortestS) rows = 1;
         min_rows_[stage] = std::max<int64_t>(1, std::min(rows, max_rows_[stage]));
-        linger_s_[stage] = patience_ * price_s;
+        linger_s_[stage] = wait_s;
     }
 }
 
