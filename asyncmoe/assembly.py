@@ -150,7 +150,8 @@ def _make_policy(
 ) -> tuple[BatchPolicy, Company | None]:
     batch = rank.config.batch
     times = patience(batch, live_ranks=1 if rank.device.virtual else rank.world)
-    if scheduler.synchronous or not scheduler.work_conserving or not times:
+    one_chain = scheduler.work_conserving and not scheduler.synchronous and rank.chain.tracks == 1
+    if not (times and one_chain):
         return BatchPolicy(batch, rank.chain), None
     policy = BatchPolicy(batch, rank.chain, changes=True)
     decode_chunk, chunk_stage = np.zeros(0, np.int64), np.zeros(0, np.int32)

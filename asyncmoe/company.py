@@ -13,7 +13,8 @@ an expert stage. But homes that have fallen into step take turns there, so that 
 whose last rows came to one of the layers just before this one, not long ago. If it is behind by
 more than half the layers, it is rather this rank's turn to be waited for. Its rows read weights
 that those here read anyway for 1 - (1 - k / experts) ^ rows of their k experts, and only so much of
-their batch is saved: few rows hardly wait.
+their batch is saved: few rows hardly wait. Nor do very many, of prompts, whose products cost more
+than reading the weights.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from asyncmoe.policy import BatchPolicy
 from asyncmoe.stage import Kind
 
 PATIENCE = 2.0  # most waits that pay are over by then (benchmarks/throughput.py --ranks 2)
+MANY = 16.0  # rows of each expert on average, to which its weights are no longer what costs
 SHORTEST_S = 0.0005  # loops count in milliseconds: a shorter wait would be longer than it is worth
 _FORGET = 1.02  # what a batch costs at least is forgotten by so much with each
 
@@ -75,7 +77,7 @@ class Company:
             rows, price_s = 1, self._least_s[kind] if stage else step_s
             if kind is not Kind.EXPERT:
                 rows = self._coming(stage)
-            elif self._queues.awaits(stage, reach, since_s):
+            elif here * self._share < MANY and self._queues.awaits(stage, reach, since_s):
                 rows = here + 1
                 price_s *= 1 - (1 - self._share) ** here
             wait_s = self._patience * price_s

@@ -41,6 +41,7 @@ Step = AttentionStep | ExpertStep | HeadStep | Passage
 DEPTH = 2
 # A scheduler that waits while nothing runs is asked again after this: no event may be to come.
 ASK_AGAIN_S = 0.001
+TICK_S = 0.001  # uvloop's clock goes in such steps
 
 
 class Stages(Protocol):
@@ -320,6 +321,8 @@ class Executor:
     def _look_again(self, when_s: float) -> None:
         """Look at the queues then, if not before. A timer that is set for an earlier time stays,
         whether or not there is still something to see: a look costs less than timers do."""
+        if not self._device.virtual:  # a loop that is to wait for less than that spins
+            when_s = max(when_s, self._loop.time() + TICK_S)
         if when_s < self._timer_s:
             if self._timer is not None:
                 self._timer.cancel()

@@ -5,7 +5,7 @@ scheduler would pick the batch's next stage each time. So the batch need not tou
 loop: it stays with the device from A(l) on, through E(l), A(l+1), … to H, and its tokens are those
 of the way through the queues, bit for bit. Decode steps of which nobody has to decide anything go
 on from there to A(0) of their next tokens, and the loop hears of each token while the device works
-on the one behind it. A passage ends before the next attention stage as soon as something else wants
+on those behind it. A passage ends before the next attention stage as soon as something else wants
 to run or memory is to be given back; its rows then wait in that stage's queue like any others, and
 the scheduler decides. It ends as well where a request does.
 """

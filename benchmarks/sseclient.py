@@ -46,12 +46,12 @@ class Streams:
         requests = [self._request(ids, new_tokens) for ids in prompts]
         while len(self._connections) < len(requests):
             self._connections.append(socket.create_connection(self._address))
-        begin_s = time.perf_counter()
-        answers = self._exchange(requests)
-        whole_s = time.perf_counter() - begin_s
         try:
+            begin_s = time.perf_counter()
+            answers = self._exchange(requests)
+            whole_s = time.perf_counter() - begin_s
             found = [count_tokens(answer) for answer in answers]
-        except BadAnswer:
+        except (BadAnswer, OSError):
             self.close()
             raise
         if found != [new_tokens] * len(prompts):

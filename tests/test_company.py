@@ -136,6 +136,16 @@ def test_a_home_that_has_been_silent_for_long_is_not_waited_for() -> None:
     assert b.waits(CHAIN.expert(1), 2 * step_s + 0.1)[0] == 1
 
 
+def test_rows_that_use_every_expert_often_wait_for_nobody() -> None:
+    b = Bench()  # half of the experts for each row
+    b.send(1, 0, 1, 0.0)
+    b.take(0)
+    b.send(0, 1, 31, 0.0)
+    assert b.waits(CHAIN.expert(1))[0] == 32
+    b.send(0, 1, 1, 0.0)
+    assert b.waits(CHAIN.expert(1))[0] == 1
+
+
 def test_a_wait_that_the_clock_does_not_see_is_none() -> None:
     b = Bench()
     b.decodes(A1, A1)

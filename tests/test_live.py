@@ -111,6 +111,20 @@ async def test_what_was_refused_before_anybody_listened_is_raised() -> None:
         await asyncio.wait_for(Case(2, RequestFailed("full")).task, 5)
 
 
+async def test_nothing_is_written_behind_the_end() -> None:
+    case = Case(2)
+    await case.push(1)
+    case.streams[1].push(2, None, False, None, 0.0)  # the round writes it in the next turn
+    case.task.cancel()
+    for stream in case.streams:
+        stream.push(3, None, False, None, 0.0)
+    with pytest.raises(asyncio.CancelledError):
+        await case.task
+    told = len(case.events.told)
+    assert await case.push(4) == []
+    assert len(case.events.told) == told
+
+
 async def test_a_fault_in_writing_reaches_the_task() -> None:
     case = Case(1)
     await case.push(1)

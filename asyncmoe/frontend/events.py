@@ -63,8 +63,10 @@ class EventWriter:
         self.write_json(orjson.dumps(event))
 
     def write_json(self, before: bytes, choice: bytes = b"", behind: bytes = b"") -> None:
-        """`write` for an event that is JSON already, in three parts."""
+        """`write` for an event that is JSON already, in three parts. Raises `ConnectionError`."""
         assert self._transport is not None
+        if self._transport.is_closing():
+            raise ConnectionResetError("the client is gone")
         if self._chunked:
             size = len(before) + len(choice) + len(behind) + _FRAME_BYTES
             data = b"%x\r\ndata: %b%b%b\n\n\r\n" % (size, before, choice, behind)

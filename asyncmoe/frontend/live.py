@@ -100,6 +100,7 @@ class Live:
         self._events, self._answers = events, answers
         self._needed = asyncio.Event()  # there is something that the task has to do
         self._fault: Exception | None = None
+        self._over = False
         for answer in answers:
             answer.stream.listen(partial(round_.join, partial(self._hear, answer)))
             if answer.stream.has_news:  # a home in this process may have refused it at once
@@ -107,20 +108,29 @@ class Live:
 
     async def run(self) -> None:
         """Write all answers to their end. Raises what one of them ended with, or the writing."""
-        events, answers = self._events, self._answers
-        while not all(answer.is_over for answer in answers):
-            await self._needed.wait()
-            self._needed.clear()
-            if self._fault is not None:
-                raise self._fault
-            for answer in answers:
-                answer.look()  # what fails before the head is out gets a status
-            await events.open()
-            for answer in answers:
-                answer.tell(events)
+        try:
+            while not all(answer.is_over for answer in self._answers):
+                await self._needed.wait()
+                self._needed.clear()
+                await self._write()
+        finally:  # nothing is written behind the end, and nobody keeps this alive
+            self._over = True
+            for answer in self._answers:
+                answer.stream.listen(None)
+
+    async def _write(self) -> None:
+        if self._fault is not None:
+            raise self._fault
+        for answer in self._answers:
+            answer.look()  # what fails before the head is out gets a status
+        await self._events.open()
+        for answer in self._answers:
+            answer.tell(self._events)
 
     def _hear(self, answer: Answer) -> None:
         """An answer has news, in a round."""
+        if self._over:
+            return
         try:
             if answer.news is not None or answer.stream.ended or not self._events.flows:
                 self._needed.set()

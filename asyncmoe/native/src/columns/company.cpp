@@ -6,7 +6,7 @@
 namespace columns {
 namespace {
 
-constexpr double kForget = 1.02, kShortestS = 0.0005;
+constexpr double kForget = 1.02, kShortestS = 0.0005, kMany = 16;
 
 }  // namespace
 
@@ -47,7 +47,8 @@ void Company::attend(double now_s) {
         double price_s = stage == 0 ? step_s : least_s_[kind];
         if (kind != kExpert) {
             rows = coming(stage == 0 ? -1 : stage);
-        } else if (queues_->awaits(stage, std::max<int64_t>(1, layers_ / 2),
+        } else if (here * share_ < kMany &&
+                   queues_->awaits(stage, std::max<int64_t>(1, layers_ / 2),
                                    now_s - patience_ * step_s)) {
             rows = here + 1;
             price_s *= 1 - std::pow(1 - share_, here);
