@@ -17,6 +17,7 @@ from asyncmoe.microqueue import make_queues
 from asyncmoe.policy import BatchPolicy
 from asyncmoe.stage import Kind, StageChain
 from asyncmoe.virtual.run import run
+from tests.test_executor import twin  # noqa: F401 - a fixture
 from tests.test_queues import dispatch_parcel
 from tests.test_virtual_cluster import cancels, crash, cut, nothing, stalls
 from tests.virtual_kit import play, sections, toys
@@ -58,14 +59,6 @@ class Bench:
     def waits(self, stage: int, now_s: float = 0.0) -> tuple[int, float]:
         self.company.attend(now_s)
         return int(self.policy.min_rows[stage]), float(self.policy.linger_s[stage])
-
-
-@pytest.fixture(params=["compiled", "plain"], autouse=True)
-def twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "plain":
-        monkeypatch.setattr(native, "columns", None)
-    elif native.columns is None:
-        pytest.skip("nothing is compiled")
 
 
 def test_an_attention_stage_waits_for_the_decode_steps_that_stand_before_it() -> None:
