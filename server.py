@@ -77,7 +77,8 @@ class Server:
     Promises:
     - a client that disconnects cancels its requests, streamed or not;
     - a client that reads slowly is waited for with bounded buffers, and delays nobody else;
-    - every error has OpenAI's shape and names the parameter at fault where there is one.
+    - every error has OpenAI's shape and names the parameter at fault where there is one, unless
+      what came is not HTTP.
     """
 
     def __init__(self, engine: AsyncEngine, listener: socket.socket) -> None:
@@ -272,15 +273,18 @@ async def _stream(
 
 
 class _WithoutTraceback(logging.Filter):
-    """What aiohttp reports with a traceback is what a client did wrong: one line says it.
+    """What aiohttp reports with a traceback is what a client did wrong: one line says it, and
+    nothing where a client left, which it may do.
 
     Our own errors are logged in full by `_errors_as_json`.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Always true; takes the traceback out of the record."""
+        """Whether it is worth a line; takes the traceback out of the record."""
         if record.exc_info:
             error = record.exc_info[1]
+            if isinstance(error, ConnectionError):
+                return False
             said = " ".join(str(error).split())
             record.msg = f"{record.getMessage()}: {type(error).__name__}: {said:.200}"
             record.args, record.exc_info = (), None

@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from asyncmoe.frontend.openai_api import Envelope
-from asyncmoe.server import running_server
+from asyncmoe.server import _library_log, running_server
 from tests.servedmodel import make_served_checkpoint, served_config
 
 
@@ -20,13 +20,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_served_checkpoint(tmp_path_factory.mktemp("served"))
 
 
-async def raw_answer(url: str, version: str, **fields: object) -> tuple[bytes, bytes]:
-    """Head and body of a streamed completion, as they are on the wire."""
+async def raw_answer(
+    url: str, version: str, connection: str = "close", **fields: object
+) -> tuple[bytes, bytes]:
+    """Head and body of a streamed completion, as they are on the wire up to its end."""
     body = json.dumps({"prompt": [5, 6], "temperature": 0, "stream": True, **fields}).encode()
     address = urlsplit(url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     writer.write(
-        f"POST /v1/completions HTTP/{version}\r\nHost: x\r\nConnection: close\r\n"
+        f"POST /v1/completions HTTP/{version}\r\nHost: x\r\nConnection: {connection}\r\n"
         f"Content-Length: {len(body)}\r\n\r\n".encode()
         + body
     )
@@ -49,6 +51,8 @@ async def test_both_versions_of_http_get_the_same_events(checkpoint: Path) -> No
     flags = {"max_tokens": 9, "ignore_eos": True, "return_token_ids": True, "n": 2}
     async with running_server(served_config(checkpoint)) as server:
         old_head, old = await raw_answer(server.url, "1.0", **flags)
+        async with asyncio.timeout(10):  # its end is that of the connection, whatever was asked
+            assert await raw_answer(server.url, "1.0", "keep-alive", max_tokens=1)
         new_head, new = await raw_answer(server.url, "1.1", **flags)
     assert b"transfer-encoding: chunked" in new_head
     assert b"transfer-encoding" not in old_head
@@ -74,3 +78,15 @@ def test_the_parts_around_a_choice_make_the_whole_object(model: str) -> None:
         **envelope.chunk([choice]),
         **rest,
     }
+
+
+async def test_a_client_that_leaves_is_not_worth_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    log = _library_log()
+    for error in (ConnectionResetError("gone"), ValueError("odd")):
+        try:
+            raise error
+        except Exception:
+            log.exception("Error handling request")
+    assert [record.getMessage() for record in caplog.records] == [
+        "Error handling request: ValueError: odd"
+    ]

@@ -53,6 +53,8 @@ class EventWriter:
         else:
             if self._chunked:
                 self._response.enable_chunked_encoding()
+            else:
+                self._response.force_close()  # nothing else says where it ends
             await self._response.prepare(self._request)
             self._transport = self._request.transport
         if self._transport is None or self._transport.is_closing():
