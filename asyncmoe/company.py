@@ -66,7 +66,8 @@ class Company:
         self._least_s[kind] = min(seconds, least_s) if least_s else seconds
 
     def attend(self, now_s: float) -> None:
-        """Rows and times are as at `now_s`, loop time."""
+        """Set what each stage with rows waits for and how long, by what is known at `now_s`, loop
+        time."""
         step_s = (
             self._chain.layers * (self._least_s[Kind.ATTENTION] + self._least_s[Kind.EXPERT])
             + self._least_s[Kind.HEAD]
