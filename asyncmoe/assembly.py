@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncmoe.company import Company, make_company, patience
 from asyncmoe.config import DeviceConfig, MetricsConfig
@@ -20,6 +21,8 @@ from asyncmoe.errors import ConfigError
 from asyncmoe.executor import Executor
 from asyncmoe.home import Home
 from asyncmoe.kvcache import BlockPool, cache_tensors
+from asyncmoe.march import Fellows, Together, march_bytes
+from asyncmoe.marches import Marches
 from asyncmoe.metrics.probe import Probe
 from asyncmoe.microqueue import Queues, make_queues
 from asyncmoe.model import Cache
@@ -37,6 +40,10 @@ from asyncmoe.world import World
 
 if TYPE_CHECKING:
     from asyncmoe.rank import Rank
+
+
+_MOST_FELLOWS = 255
+_MOST_MARCH_ROWS = 256  # of a rank; more are compute enough for a loop to keep up with
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +201,9 @@ def _limits(rank: Rank) -> Limits:
 
 
 def _make_transport(rank: Rank, limits: Limits, deadline: Deadline) -> Transport:
-    config = rank.config
+    config, spec = rank.config, rank.spec
     name = config.transport.name or ("inproc" if rank.world == 1 else "auto")
+    rows = march_rows(rank)
     made: Transport = find("transports", name)(
         TransportContext(
             rank=rank.rank,
@@ -208,9 +216,51 @@ def _make_transport(rank: Rank, limits: Limits, deadline: Deadline) -> Transport
             start_timeout_s=deadline.left_s,
             peer_timeout_s=config.cluster.peer_timeout_s,
             options=config.transport.options,
+            common_bytes=march_bytes(rows, spec.row_bytes, spec.top_k) if rows else 0,
         )
     )
     return made
+
+
+def march_rows(rank: Rank) -> int:
+    """The most rows that a rank marches with; 0: there are no marches. The same on all ranks."""
+    config, chain = rank.config, rank.chain
+    rule = find("schedulers", config.scheduler.name)
+    possible = (
+        config.engine.marches
+        and 1 < rank.world <= _MOST_FELLOWS
+        and not rank.device.virtual
+        and rule.work_conserving
+        and not rule.synchronous
+        and chain.layers
+        and chain.tracks == 1
+        and config.engine.combine == "per_rank"
+        and len(rank.placement.home_ranks) == rank.world
+        and config.metrics.probe_period_s is None
+    )
+    return min(config.engine.max_requests, _MOST_MARCH_ROWS) if possible else 0
+
+
+def make_marches(rank: Rank, executor: Executor) -> tuple[Marches, Fellows] | None:
+    """What `rank`, whose transport is connected, needs to march with all others; None: it does
+    not."""
+    home, rows = rank.home, march_rows(rank)
+    if home is None or not rows or not rank.model.walks or not executor.may_march:
+        return None
+    others = set(range(rank.world)) - {rank.rank}
+    commons = {other: rank.transport.common(other) for other in others}
+    shared = {other: common for other, common in commons.items() if common is not None}
+    if len(shared) < len(others):
+        return None
+    fellows = Fellows(rank.rank, shared, rows, rank.placement.owner)
+
+    def begin(chunks: NDArray[np.int64], number: int) -> None:
+        together = Together(fellows, number, marches.over)
+        executor.march(chunks, together)
+
+    marches = Marches(rank.rank, rank.world, rows, home, rank.send, begin, fellows.leave)
+    home.marches = marches
+    return marches, fellows
 
 
 def _make_home(

@@ -224,6 +224,11 @@ class EngineConfig(Section):
     slots: int = Field(
         2048, ge=1, le=_MOST, description="Token slots (rows in the layers) per home rank"
     )
+    marches: bool = Field(
+        True,
+        description="Ranks of one machine take greedy decode steps together while they have "
+        "nothing else to do, past queues and scheduler; off where these are what is studied",
+    )
     default_max_tokens: int | None = Field(
         None,
         ge=1,

@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncmoe import native
 from asyncmoe.bell import make_bell
@@ -36,6 +37,7 @@ from asyncmoe.steps import AttentionStep, ExpertStep, HeadStep
 if TYPE_CHECKING:
     from asyncmoe.attentionstages import AttentionStages
     from asyncmoe.expertstages import ExpertStages
+    from asyncmoe.march import Together
 
 Step = AttentionStep | ExpertStep | HeadStep | Passage
 DEPTH = 2
@@ -55,6 +57,9 @@ class Stages(Protocol):
 
         `last` says behind which stage of a decode step there may be none.
         """
+
+    def march(self, chunks: NDArray[np.int64], together: Together, herald: Herald) -> Passage:
+        """A march with these decode chunks, all that this home has, which no queue has."""
 
     def went_on(self, step: Passage, passed: Passed) -> None:
         """`step`, which is still with the device, has got tokens and gone on to their stages."""
@@ -189,6 +194,31 @@ class Executor:
         if self._turn is not None:
             self._turn.watch()
 
+    @property
+    def may_march(self) -> bool:
+        """Whether compiled code can hear what is wanted of it, and tell what it has."""
+        return self._herald is not None and self._herald.counter >= 0
+
+    def march(self, chunks: NDArray[np.int64], together: Together) -> None:
+        """Hand over a march with these decode chunks, which no queue has.
+
+        In the loop's next turn: the end of the batch that has made them ready is yet to be seen to,
+        and would be taken for something else that wants this rank.
+        """
+        self._loop.call_soon(self._march, chunks, together)
+
+    def _march(self, chunks: NDArray[np.int64], together: Together) -> None:
+        if self._closed:
+            together.fellows.leave(together.number)
+            return
+        assert self._herald is not None
+        self.bell.wanted = bool(self._queues.total or self._after)
+        try:
+            step = self._stages.march(chunks, together, self._herald)
+            self._hand_over(step.stage, step)
+        except Exception as error:
+            self._break(error)
+
     def close(self) -> None:
         """Start nothing more; what runs is let to its end by the device, and nobody hears of it.
 
@@ -224,13 +254,16 @@ class Executor:
             step = self._stages.prepare(stage, int(self._policy.max_rows[stage]))
             if step.kind is Kind.ATTENTION and not self._device.virtual and self._is_alone:
                 step = self._travel(stage, step)
-            self._note(stage, step.row_count)
-            self._running.append(step)
-            if self._turn is None:
-                self._device.submit(step, self._end)
-            else:
-                self._turn.submit(step)
+            self._hand_over(stage, step)
             self._times.kinds[step.kind].prepare_s += self._times.clock() - begin_s
+
+    def _hand_over(self, stage: int, step: Step) -> None:
+        self._note(stage, step.row_count)
+        self._running.append(step)
+        if self._turn is None:
+            self._device.submit(step, self._end)
+        else:
+            self._turn.submit(step)
 
     def _travel(self, stage: int, step: Step) -> Step:
         """`step`, alone on this rank, as a passage if it can be one."""

@@ -22,6 +22,7 @@ from asyncmoe.config import EngineConfig
 from asyncmoe.errors import ConfigError, RequestError
 from asyncmoe.host import Host
 from asyncmoe.kvcache import BlockPool
+from asyncmoe.marches import Marches
 from asyncmoe.messages import Admit, Ended, TokensOut
 from asyncmoe.microqueue import Queues, are_plain
 from asyncmoe.request import Request, checked_request
@@ -82,6 +83,7 @@ class Home:
                     self._arrivals.see_to,
                     self._arrivals.look,
                 )
+        self.marches: Marches | None = None  # None: there are none
         self._waiting: deque[Request] = deque()
         self._prefilling: deque[Request] = deque()
         self._by_id: dict[int, Request] = {}
@@ -189,6 +191,8 @@ class Home:
         self._length[row] = len(request.prompt)
         self.sampling.set(row, request.params, request.prompt, len(request.prompt) + request.limit)
         self._prefilling.append(request)
+        if self.marches is not None:
+            self.marches.disturb()
 
     def _inject(self, request: Request, rows: int) -> None:
         first, last = request.injected, request.injected + rows
@@ -257,7 +261,10 @@ class Home:
         columns = rows.columns
         self.table.part_count[columns.slots[np.repeat(alive, columns.counts)]] = 0
         later = self.chunks.leave(chunks, stage, np.zeros(len(chunks), np.int64))
-        self._enqueue(chunks)
+        if stage or self.marches is None:
+            self._enqueue(chunks)
+        else:
+            self.marches.enter(chunks)
         self._enqueue(later)
 
     def _end_prefill(self, rows: Rows) -> NDArray[np.bool_]:
@@ -386,7 +393,20 @@ class Home:
 
     def _next_step(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
         self._renew(rows, tokens)
-        self._enqueue(self.decode_chunk[rows])
+        chunks = self.decode_chunk[rows]
+        if self.marches is None:
+            self.begin_steps(chunks)
+        else:
+            self.marches.enter(chunks)
+
+    def begin_steps(self, chunks: NDArray[np.int64]) -> None:
+        """Decode chunks, whose tokens are there, go into the queue of A0."""
+        self._enqueue(chunks)
+
+    def is_steady(self) -> bool:
+        """Whether all running requests decode, and each of their tokens will be the likeliest."""
+        rows = np.flatnonzero(self.decode_chunk != NONE)
+        return len(rows) == self.running and self.sampling.are_greedy(rows)
 
     def _renew(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
         """Decode slots are for the next token now; returns them."""
@@ -439,8 +459,10 @@ class Home:
         for chunk in chunks:
             self.table.release(self.chunks.slots[chunk])
         self.table.renew(self._decode_slot[[row]])
-        if self.decode_chunk[row] != NONE:
-            chunks.append(int(self.decode_chunk[row]))
+        if (decode := int(self.decode_chunk[row])) != NONE:
+            chunks.append(decode)
+            if self.marches is not None:
+                self.marches.leaves(decode)
         for chunk in chunks:
             self._queues.remove_chunks(int(self.chunks.stage[chunk]), np.array([chunk]))
         self.chunks.close(np.array(chunks, np.int64))
@@ -459,6 +481,8 @@ class Home:
         self.decode_chunk[row] = NONE
         self._free_rows.append(row)
         self.pump()
+        if self.marches is not None:
+            self.marches.look()
 
     def request_of(self, chunk: int) -> int:
         """Id of the request that a chunk in the layers belongs to."""

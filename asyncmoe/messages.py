@@ -121,6 +121,15 @@ class Stats:
 
 
 @dataclass(slots=True)
+class Muster:
+    """Between a rank and the one that leads marches: see asyncmoe/marches.py."""
+
+    word: Annotated[str, Field(pattern="^(able|unable|call|ready|cancel|go)$")]
+    number: U32 = 0  # of the march
+    rows: U32 = 0  # of the rank, which is able
+
+
+@dataclass(slots=True)
 class Shutdown:
     """Front end -> rank: end running requests and stop."""
 
@@ -128,7 +137,17 @@ class Shutdown:
 
 
 Message = (
-    Admit | Abort | Discard | Credit | TokensOut | Ended | Unable | StatsRequest | Stats | Shutdown
+    Admit
+    | Abort
+    | Discard
+    | Credit
+    | TokensOut
+    | Ended
+    | Unable
+    | StatsRequest
+    | Stats
+    | Muster
+    | Shutdown
 )
 
 

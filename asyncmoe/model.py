@@ -13,6 +13,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from asyncmoe.checkpoint import WeightSource
+    from asyncmoe.march import Fellows
     from asyncmoe.walk import Walk
 
 
@@ -230,7 +231,7 @@ class Model(ABC):
 
     @property
     def walks(self) -> bool:
-        """Whether it has a `walk`."""
+        """Whether it has a `walk` and a `march`."""
         return False
 
     def walk(self, walk: Walk, cache: Cache, local: Sequence[Tensor]) -> tuple[Tensor, int, int]:
@@ -242,6 +243,23 @@ class Model(ABC):
         Returns:
             The merged residual [rows, hidden] behind the MoE layers that the last step passed, how
             many these are, and its turn. If they are all, it has its tokens.
+        """
+        raise NotImplementedError
+
+    def march(
+        self, walk: Walk, cache: Cache, local: Sequence[Tensor], fellows: Fellows, number: int
+    ) -> tuple[int, int, bool]:
+        """A walk whose experts are those of several ranks, which walk at the same time.
+
+        Equal to the way through the queues bit for bit, with a part for each rank.
+
+        Args:
+            local: see `local_experts`; negative for experts that are not here.
+            number: of the march, which is greater than that of any before.
+
+        Returns:
+            As `walk`, but for the residual: the layers are all, or none. And whether it ended as
+            all ranks agreed.
         """
         raise NotImplementedError
 

@@ -17,13 +17,15 @@ import torch
 from numpy.typing import NDArray
 
 from asyncmoe.agreement import agree, fingerprint
-from asyncmoe.assembly import assemble, make_device
+from asyncmoe.assembly import assemble, make_device, make_marches
 from asyncmoe.checkpoint import Checkpoint, open_checkpoint
 from asyncmoe.config import Config
 from asyncmoe.deadline import Deadline
 from asyncmoe.errors import AsyncMoeError, PeerLost, ProtocolError
 from asyncmoe.home import Home
 from asyncmoe.kvcache import pool_blocks
+from asyncmoe.march import Fellows
+from asyncmoe.marches import Marches
 from asyncmoe.memory import fitting_memory, table_settings
 from asyncmoe.messages import (
     Abort,
@@ -32,6 +34,7 @@ from asyncmoe.messages import (
     Discard,
     Ended,
     Message,
+    Muster,
     Shutdown,
     Stats,
     StatsRequest,
@@ -88,6 +91,8 @@ class Rank:
         self.placement: Placement
         self.kv_blocks_of: dict[int, int]
         self.times = RankTimes()
+        self._marches: Marches | None = None  # with all other ranks; None: there are none
+        self._fellows: Fellows | None = None  # in those
         self._no_experts: Exception | None = None  # the loss of a rank that every request needs
         self._closing = False
         self._cache: Cache = ()
@@ -143,8 +148,20 @@ class Rank:
         self._resources.callback(self._drop_tensors)
         self._build(blocks, deadline)
         await self.transport.start(self)
+        self._open_marches()
         if self.home is not None and config.engine.request_timeout_s is not None:
             self._expire_requests(self.home, config.engine.request_timeout_s)
+
+    def _open_marches(self) -> None:
+        made = make_marches(self, self.executor)
+        if made is not None:
+            self._marches, self._fellows = made
+            self._marches.open()
+
+    def _end_marches(self) -> None:
+        if self._marches is not None and self._fellows is not None:
+            self._fellows.break_off()
+            self._marches.close()
 
     def _make_chain(self, layers: int) -> StageChain:
         """With the tracks that the scheduling rule asks for, if there are layers to go through."""
@@ -190,6 +207,7 @@ class Rank:
             parts = assemble(self, blocks, deadline)
         self._resources.push_async_callback(parts.transport.close)
         self._resources.callback(parts.executor.close)
+        self._resources.callback(self._end_marches)
         self.queues, self.transport, self.home = parts.queues, parts.transport, parts.home
         self._dispatcher, self._receptor = parts.dispatcher, parts.receptor
         self._intake = parts.receptor.intake(self._take_parcel, self._fail)
@@ -244,6 +262,9 @@ class Rank:
                 self._discard(source, message)
             case Credit():
                 self._dispatcher.outboxes.credit(source, message.rows)
+            case Muster():
+                if self._marches is not None:
+                    self._marches.hear(source, message)
             case StatsRequest():
                 self.emit(Stats(self.stats()))
             case Shutdown():
@@ -290,6 +311,8 @@ class Rank:
             out["carriers"] = {str(peer): name for peer, name in carriers.items()}
         if self.home is not None:
             out |= self.home.stats()
+        if self._marches is not None:
+            out["marches"] = self._marches.count
         if self.probe is not None:
             out["probe"] = self.probe.values()
         return out
@@ -340,6 +363,7 @@ class Rank:
         if self._closing:
             return
         log.error("%s", error)
+        self._end_marches()
         self._dispatcher.outboxes.forget(peer)
         self._scheduler.lost(peer)
         self.executor.notify()

@@ -172,6 +172,17 @@ class Rows:
         return alive
 
 
+def no_rows(home: Home) -> Rows:
+    """A batch of no rows at all."""
+    none = np.zeros(0, np.int64)
+    gathered = PlainGathered(none, none, none, none.astype(np.uint32), none.astype(np.uint8), none)
+    columns = RowColumns(
+        none, none, gathered.epochs, gathered.part_count, np.zeros(1, np.int64), none, none, none,
+        home.pool.table[none], none,
+    )  # fmt: skip
+    return Rows(home.id_of_row, home.pool, none, gathered, columns)
+
+
 def gather_rows(home: Home, chunks: NDArray[np.int64]) -> Rows:
     """Collect the columns of these chunks' rows from the tables of the home rank."""
     gathered: Gathered

@@ -13,6 +13,7 @@ kept are kept too.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -130,6 +131,11 @@ class Course:
 
     tokens: int  # that all of them may still get
     ends: Int64s  # [rows, n] tokens that end each; -1: none
+
+    @classmethod
+    def of_none(cls) -> Course:
+        """That of no rows, which never ends."""
+        return cls(sys.maxsize, np.zeros((0, 1), np.int64))
 
     def goes_on(self, sampled: Sampled) -> bool:
         """Whether none of the rows ends by these tokens, their next ones. To be asked of each."""

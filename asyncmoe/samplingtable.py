@@ -99,6 +99,10 @@ class SamplingTable:
             return None
         return Course(int((self._limit[rows] - self._step[rows]).min()), self._ends[rows])
 
+    def are_greedy(self, rows: Int64s) -> bool:
+        """Whether these rows have a `course` on which each token is the likeliest."""
+        return not (self._kind[rows] & (_EDITED | _REPORTED | _DRAWN)).any()
+
     def clear(self, row: int) -> None:
         """End the request and free its row. Idempotent."""
         self._kind[row] = 0

@@ -18,11 +18,13 @@ from asyncmoe.executor import Step
 from asyncmoe.expertstages import ExpertStages
 from asyncmoe.herald import Herald
 from asyncmoe.home import Home
+from asyncmoe.march import March, Together
 from asyncmoe.microqueue import Queues, are_plain
 from asyncmoe.model import Cache, Model
 from asyncmoe.passage import Passage, Passed
 from asyncmoe.receptor import Receptor
-from asyncmoe.rows import Rows, gather_rows
+from asyncmoe.rows import Rows, gather_rows, no_rows
+from asyncmoe.sampler import Course
 from asyncmoe.stage import Kind, StageChain
 from asyncmoe.steps import AttentionStep, ExpertStep, HeadStep
 
@@ -130,6 +132,21 @@ class RankStages:
             return step
         return Passage(step, end, head, self._local_tensors, herald, course)
 
+    def march(self, chunks: NDArray[np.int64], together: Together, herald: Herald) -> March:
+        """See `Stages`."""
+        home, layers = self._home, self._chain.layers
+        rows = gather_rows(home, chunks) if len(chunks) else no_rows(home)
+        tokens = rows.gathered.at_slots(home.table.token)
+        return March(
+            first=AttentionStep(0, 0, rows, tokens, self._model, home.table, self._cache),
+            end=layers,
+            head=self._head_step(self._chain.head, rows) if len(chunks) else None,
+            local=self._local_tensors,
+            herald=herald,
+            course=home.course(rows) if len(chunks) else Course.of_none(),
+            together=together,
+        )
+
     def went_on(self, step: Passage, passed: Passed) -> None:
         """See `Stages`."""
         assert passed.sampled is not None
@@ -148,6 +165,8 @@ class RankStages:
             case HeadStep():
                 self._home.leave_head(step, result)
             case Passage():
+                if isinstance(step, March):
+                    step.is_over()
                 self._leave_passage(step, result)
         if self._home is not None:
             self._home.let_go()
@@ -167,6 +186,8 @@ class RankStages:
         if isinstance(step, ExpertStep):
             self._fatal(AsyncMoeError(f"{name} failed: {error}"))
             return
+        if isinstance(step, March):
+            step.is_over()
         rows = step.first.rows if isinstance(step, Passage) else step.rows
         for chunk in rows.chunks[rows.alive(self._home.table)].tolist():
             self._home.end(self._home.request_of(chunk), "failed", f"{name} failed: {error}")

@@ -188,12 +188,22 @@ class TransportContext:
     peer_timeout_s: float = 30.0  # a silent peer is lost after this; heartbeats keep it alive
     options: dict[str, Any] = field(default_factory=dict)  # the keys of `[transport.options]`
     peers: frozenset[int] | None = None  # ranks to connect to; None: all others
+    common_bytes: int = 0  # of memory, each way, that ranks of one machine share beside parcels
 
     @property
     def others(self) -> list[int]:
         """The ranks that this one connects to, ascending."""
         everyone = range(self.world) if self.peers is None else self.peers
         return sorted(set(everyone) - {self.rank})
+
+
+@dataclass(frozen=True, slots=True)
+class Common:
+    """Memory that this rank shares with a peer, zeroed at first. It lasts as long as these views,
+    also after the peer is lost."""
+
+    mine: memoryview  # uint8 [common_bytes], which this rank alone writes
+    theirs: memoryview  # likewise, which the peer alone writes; read-only
 
 
 class Transport(ABC):
@@ -255,3 +265,7 @@ class Transport(ABC):
     def carriers(self) -> dict[int, str]:
         """Where a transport chooses for each peer: the name of what moves that peer's parcels."""
         return {}
+
+    def common(self, peer: int) -> Common | None:
+        """What this rank shares with `peer`, once started; None where there is no such memory."""
+        return None

@@ -31,17 +31,20 @@ class Walk:
         layers: int,
         counts: Int64s,
         herald: Herald,
+        *,
+        follows: bool = True,
     ) -> None:
         """
         Args:
             rows: of the step before the first one, which got `tokens`. The loop is told of it, by
-                somebody else, once this is made.
+                somebody else, once this is made. Unless the walk `follows` no step: then they are
+                the first one's, which begins with `tokens`.
             counts: [2] steps that the loop was told of, and those that it has heard of.
         """
         columns, pool = rows.columns, rows.pool
         count = len(tokens)
         self.batch = RowBatch(
-            positions=torch.from_numpy(columns.positions.copy()),
+            positions=torch.from_numpy(columns.positions - (not follows)),
             cache_index=torch.from_numpy(columns.cache_index.copy()),
             decode_rows=count,
             query_start=torch.from_numpy(columns.query_start),
@@ -58,7 +61,7 @@ class Walk:
         self.bad = np.zeros(count, np.bool_)
         self.seconds = np.zeros((self._turns, 2 * layers + 1))  # of the stages, like the tokens
         self.counts, self.herald = counts, herald
-        self._before = int(counts[0]) + 1  # of the counts, when the first step begins
+        self._before = int(counts[0]) + follows  # of the counts, when the first step begins
 
     def sampled(self, turn: int) -> Sampled:
         """The tokens of a step, copied. `bad` holds for the last step."""

@@ -94,6 +94,7 @@ def calibrate(ranks: int, asked: argparse.Namespace) -> tuple[dict[str, Any], Co
             "device.threads": 1,
             "transport.name": asked.transport,
             "scheduler.name": asked.scheduler,
+            "engine.marches": False,  # which the virtual twin has none of
             "log.level": "warning",
         }
     )

@@ -13,7 +13,9 @@ whole loop but for what its head and expert batches took; an expert step with ra
 The figure depends on what is in the caches: a loop that waits a few milliseconds for the device
 finds its code and data gone, evicted by the kernels and by whoever else uses the machine. So
 `cache_factor` is given beside it: how many times as long a fixed piece of Python (135 small calls)
-takes on this machine after a pause as long as a step, compared with no pause.
+takes on this machine after a pause as long as a step, compared with no pause. And since steps of
+more rows take longer, `paced` has both figures where those of all sizes are equally far apart
+(attention stages wait as long as is missing to the longest): they differ by the rows alone.
 
 The default model has parcels of the usual width (hidden 512) but next to no compute (`--model DIR`
 takes another one).
@@ -100,16 +102,19 @@ SMALL = {
 }
 
 
-async def measure(model: Path, rows: int) -> dict[str, float]:
-    """Decode `rows` requests in step and attribute the loops' CPU time to steps."""
+async def measure(model: Path, rows: int, wait_s: float = 0.0) -> dict[str, float]:
+    """Decode `rows` requests in step and attribute the loops' CPU time to steps.
+
+    `wait_s`: of an attention stage whose rows are all there; milliseconds count.
+    """
     config = Config.model_validate(
         {
             "model": {"name": str(model), "load_format": "dummy", "dtype": "float32"},
             "cluster": {"ranks": 2},
             "transport": {"name": "tcp"},
             "batch": {
-                "attention_min_rows": rows,
-                "attention_linger_ms": 500,
+                "attention_min_rows": rows + (wait_s > 0),
+                "attention_linger_ms": 1e3 * wait_s or 500,
                 "head_min_rows": rows,
                 "head_linger_ms": 500,
             },
@@ -146,8 +151,22 @@ async def measure(model: Path, rows: int) -> dict[str, float]:
         "expert_system_us": 1e6 * far["loop_system_s"] / far["expert_batches"],
         "attention_rows": home["attention_rows"] / home["attention_batches"],
         "expert_rows": far["expert_rows"] / far["expert_batches"],
+        "step_ms": 1e3 * pause_s,
         "cache_factor": fixed_work_us(pause_s) / fixed_work_us(0.0),
     }
+
+
+async def measure_all(model: Path, sizes: list[int]) -> dict[int, dict[str, Any]]:
+    """`measure` for each number of rows, and again with steps equally far apart."""
+    results: dict[int, dict[str, Any]] = {rows: await measure(model, rows) for rows in sizes}
+    longest_ms = max(result["step_ms"] for result in results.values())
+    for rows, result in results.items():
+        wait_ms = round(longest_ms - result["step_ms"])
+        paced = result if wait_ms < 1 else await measure(model, rows, wait_ms / 1e3)
+        result["paced"] = {
+            key: round(paced[key], 1) for key in ("attention_us", "expert_us", "step_ms")
+        }
+    return results
 
 
 class _Cell:
@@ -183,10 +202,12 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = arguments.model or write_config(Path(folder), SMALL)
-        results = {
-            rows: {k: round(v, 1) for k, v in uvloop.run(measure(model, int(rows))).items()}
-            for rows in arguments.rows.split(",")
-        }
+        sizes = [int(rows) for rows in arguments.rows.split(",")]
+        found = uvloop.run(measure_all(model, sizes))
+    results = {
+        str(rows): {k: round(v, 1) if isinstance(v, float) else v for k, v in result.items()}
+        for rows, result in found.items()
+    }
     if arguments.json:
         print(json.dumps(results))
         return

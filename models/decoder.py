@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from asyncmoe.checkpoint import WeightSource
+from asyncmoe.march import Fellows
 from asyncmoe.model import Cache, ExpertBatch, LoadPlan, Model, ModelSpec, Routed, RowBatch
 from asyncmoe.models.blueprint import Blueprint, ExpertNames
 from asyncmoe.models.hfconfig import ConfigReader
@@ -23,10 +24,8 @@ from asyncmoe.models.layers.attention import Attention, AttentionSpec, make_mixe
 from asyncmoe.models.layers.experts import Experts, make_experts
 from asyncmoe.models.layers.homelayer import (
     HomeLayer,
-    Tongue,
     WholeLayers,
     make_home_layer,
-    make_tongue,
     make_whole_layers,
 )
 from asyncmoe.models.layers.linear import ACTIVATIONS, GatedMlp, Linear
@@ -34,6 +33,7 @@ from asyncmoe.models.layers.norm import RmsNorm
 from asyncmoe.models.layers.paged import PagedBatch
 from asyncmoe.models.layers.rope import Angles, TableRotary, make_rotary
 from asyncmoe.models.layers.router import SoftmaxRouter
+from asyncmoe.models.layers.walks import Tongue, Walker, make_tongue
 from asyncmoe.walk import Walk
 
 
@@ -278,11 +278,17 @@ class Decoder(Model):
         return self._tongue is not None
 
     def walk(self, walk: Walk, cache: Cache, local: Sequence[Tensor]) -> tuple[Tensor, int, int]:
-        whole, tongue, batch = self._whole, self._tongue, walk.batch
-        assert whole is not None
-        assert tongue is not None
-        angles = self._rotary.angles(batch)
-        return whole.walk(tongue, walk, angles, PagedBatch(batch), cache, local)
+        return self._walker(walk).walk(cache, local)
+
+    def march(
+        self, walk: Walk, cache: Cache, local: Sequence[Tensor], fellows: Fellows, number: int
+    ) -> tuple[int, int, bool]:
+        return self._walker(walk).march(cache, local, fellows, number)
+
+    def _walker(self, walk: Walk) -> Walker:
+        assert self._whole is not None
+        assert self._tongue is not None
+        return Walker(self._whole, self._tongue, walk, self._rotary.angles(walk.batch))
 
     def finish(self, x: Tensor, batch: RowBatch, cache: Cache) -> Tensor:
         layers = range(self.spec.moe_layers[-1] + 1, self.spec.decoder_layers)

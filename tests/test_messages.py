@@ -19,6 +19,7 @@ from asyncmoe.messages import (
     Discard,
     Ended,
     Message,
+    Muster,
     Shutdown,
     Stats,
     StatsRequest,
@@ -42,6 +43,7 @@ EXAMPLES: tuple[Message, ...] = (
     Unable("a link is lost"),
     StatsRequest(),
     Stats({"busy_s": 1.5, "rows": 3}),
+    Muster("able", rows=3),
     Shutdown("over"),
 )
 # Text as it would be in a name, and numbers at the ends of what columns hold.

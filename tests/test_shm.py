@@ -190,10 +190,14 @@ def test_a_segment_that_could_harm_its_reader_is_refused(what: str) -> None:
 
 
 def record(
-    slots: int = 4, slot_bytes: int = PAGE, magic: bytes = b"aShm", version: int = 1
+    slots: int = 4,
+    slot_bytes: int = PAGE,
+    common_bytes: int = 0,
+    magic: bytes = b"aShm",
+    version: int = 2,
 ) -> bytes:
     """What a peer says about its segment."""
-    return struct.pack("<4sIQQ", magic, version, slots, slot_bytes)
+    return struct.pack("<4sIQQQ", magic, version, slots, slot_bytes, common_bytes)
 
 
 @pytest.fixture
@@ -211,8 +215,9 @@ async def pair() -> AsyncIterator[tuple[socket.socket, socket.socket]]:
     [
         (record(slots=5), 1, "slots is 5; allowed: 4"),
         (record(slot_bytes=2**63), 1, f"slot_bytes is {2**63}; allowed: 4096"),
-        (record(magic=b"what"), 1, "magic and version are b'what' and 1"),
-        (record(version=2), 1, "magic and version are b'aShm' and 2"),
+        (record(common_bytes=64), 1, "common_bytes is 64; allowed: 0"),
+        (record(magic=b"what"), 1, "magic and version are b'what' and 2"),
+        (record(version=1), 1, "magic and version are b'aShm' and 1"),
         (record(), 0, "came with 0 descriptors; allowed: 1"),
         (record()[:-1], 1, "ended the exchange"),
         (b"", 0, "ended the exchange"),
@@ -241,7 +246,7 @@ async def test_a_record_in_single_bytes_and_too_many_descriptors_is_handled(
         socket.send_fds(theirs, [bytes([byte])], [descriptor] * 3)
         await asyncio.sleep(0)
     os.close(descriptor)
-    with pytest.raises(ProtocolError, match="24 descriptors; allowed: 1"):
+    with pytest.raises(ProtocolError, match="32 descriptors; allowed: 1"):
         await exchanging
 
 

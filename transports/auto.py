@@ -25,6 +25,7 @@ from asyncmoe.linked import LinkedTransport
 from asyncmoe.mesh import first_of
 from asyncmoe.reach import machine
 from asyncmoe.transport import (
+    Common,
     Directory,
     Parcel,
     Posted,
@@ -147,6 +148,10 @@ class AutoTransport(Transport):
     def carriers(self) -> dict[int, str]:
         """See `Transport`."""
         return {peer: self._routes[peer].name for peer in sorted(self._routes)}
+
+    def common(self, peer: int) -> Common | None:
+        """See `Transport`."""
+        return self._route(peer).common(peer)
 
     def _inner(self) -> list[LinkedTransport]:
         return list({id(inner): inner for inner in self._routes.values()}.values())

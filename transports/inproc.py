@@ -8,6 +8,7 @@ where it has nothing to do, and the quickest way to run several ranks in one pro
 from __future__ import annotations
 
 import asyncio
+import mmap
 from collections.abc import Callable
 from functools import partial
 
@@ -17,7 +18,7 @@ from asyncmoe.deadline import Deadline
 from asyncmoe.directory import MemoryDirectory
 from asyncmoe.errors import FAREWELL, ConfigError, PeerLost, ProtocolError, RankFailed, UnknownName
 from asyncmoe.lease import make_pool
-from asyncmoe.transport import Parcel, Posted, Receiver, Transport, TransportContext
+from asyncmoe.transport import Common, Parcel, Posted, Receiver, Transport, TransportContext
 from asyncmoe.twophase import make_inbound, make_outbound
 from asyncmoe.wire import PRELUDE_BYTES, decode_prelude
 
@@ -33,6 +34,7 @@ class InprocTransport(Transport):
             raise UnknownName("option of transport inproc", option, ())
         self.leases = make_pool()
         self._peers: dict[int, _Pair] = {}
+        self._halves: dict[int, memoryview] = {}  # that it shares with each peer and writes to
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self, receiver: Receiver) -> None:
@@ -52,6 +54,7 @@ class InprocTransport(Transport):
             if not isinstance(other, InprocTransport) or other._loop is not self._loop:
                 raise RankFailed(peer, "inproc ranks must share one loop")
             self._peers[peer] = _Pair(self, other, receiver)
+            self._halves[peer] = _zeroed(context.common_bytes)
         # A rank that is done earlier may post at once: nobody goes on before all can receive.
         directory.offer(f"inproc/{context.rank}/ready", True)
         for peer in self._peers:
@@ -76,6 +79,13 @@ class InprocTransport(Transport):
         for pair in self._peers.values():
             pair.leave("it aborted its transport", "this rank aborted its transport")
 
+    def common(self, peer: int) -> Common | None:
+        """See `Transport`."""
+        if not self.context.common_bytes:
+            return None
+        other = self._reachable(peer).other
+        return Common(self._halves[peer], other._halves[self.context.rank].toreadonly())
+
     def _reachable(self, peer: int) -> _Pair:
         pair = self._peers.get(peer)
         if pair is None:
@@ -92,7 +102,7 @@ class _Pair:
         context = mine.context
         self.rank, self.peer = context.rank, other.context.rank
         self.error: PeerLost | None = None
-        self._mine, self._other, self._receiver = mine, other, receiver
+        self._mine, self.other, self._receiver = mine, other, receiver
         self._loop = asyncio.get_running_loop()
         self._outbound = make_outbound(self.rank, _GENERATION, context.limits)
         self._inbound = make_inbound(
@@ -101,7 +111,7 @@ class _Pair:
 
     @property
     def _far(self) -> _Pair:
-        return self._other._peers[self.rank]
+        return self.other._peers[self.rank]
 
     def post(self, parcel: Parcel) -> Posted:
         frame, posted = self._outbound.parcel(parcel)
@@ -157,3 +167,8 @@ class _Pair:
         self._inbound.abandon()
         self._far._lose(f"it refused a frame: {error}")
         self._lose(f"malformed frame: {error}")
+
+
+def _zeroed(nbytes: int) -> memoryview:
+    """Memory that is none until it is touched."""
+    return memoryview(mmap.mmap(-1, nbytes)) if nbytes else memoryview(b"")

@@ -22,7 +22,7 @@ from asyncmoe.lease import Lease, LeasePool
 from asyncmoe.link import Link
 from asyncmoe.linked import LinkedTransport, Peer
 from asyncmoe.reach import Reach, UnixReach
-from asyncmoe.transport import Parcel, ParcelClass, Posted, TransportContext
+from asyncmoe.transport import Common, Parcel, ParcelClass, Posted, TransportContext
 from asyncmoe.transport import Receiver as Upward
 from asyncmoe.transports.shm_lanes import Bell, Receiver, Sender
 from asyncmoe.transports.shm_port import Port
@@ -62,6 +62,10 @@ class ShmTransport(LinkedTransport):
         finally:
             self._end("this rank closed its transport")
 
+    def common(self, peer: int) -> Common | None:
+        """See `Transport`."""
+        return _shm(self._peers[peer]).common if self.context.common_bytes else None
+
     def _reach(self) -> Reach:
         return UnixReach()
 
@@ -97,6 +101,7 @@ class ShmPeer(Peer):
     ) -> None:
         super().__init__(transport, link, generation, receiver)
         self.segment = mine
+        self.common = Common(mine.common, theirs.common)
         self._notice = (encode_signal(FrameKind.NOTICE, transport.context.rank),)
         self.port, self.sending = self._make_port(mine, theirs, transport.leases)
         self._closing, self._peer_closing = mine.closing, theirs.closing
@@ -134,7 +139,7 @@ class ShmPeer(Peer):
         super().give_up(error)
         if self.sending:
             self.sending = {}
-            del self.segment, self.port
+            del self.segment, self.port, self.common
         self._closing = self._peer_closing = memoryview(b"\1")
         self._look_whether_flushed()
 
@@ -207,7 +212,7 @@ def geometry_of(context: TransportContext) -> Geometry:
             f"transport.options.slots is {slots}; allowed: at least {enough} of {slot_bytes} "
             f"bytes, to hold one parcel of transport.parcel_bytes = {context.limits.parcel_bytes}"
         )
-    return Geometry(slots, slot_bytes)
+    return Geometry(slots, slot_bytes, context.common_bytes)
 
 
 def whole_option(context: TransportContext, name: str, default: int, most: int) -> int:

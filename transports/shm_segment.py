@@ -14,6 +14,7 @@ same in both segments of a pair. `w` is who made the segment, `r` its peer:
     ring     [class][slot][64], preludes of parcels, in the order of `published`
     columns  [class][slot][slot_bytes], of the parcel whose payload begins in that slot
     slots    [class][slot][slot_bytes], payloads from `w` to `r`
+    common   memory that is not the transport's own (`Transport.common`)
 
 Memory that was never touched is none: most of it is the room that the largest parcels would take.
 
@@ -52,9 +53,9 @@ _MODE = 0o600
 _NOEXEC_SEAL = 8  # MFD_NOEXEC_SEAL of linux/memfd.h: some systems allow no memfd without it
 _SEAL_FUTURE_WRITE = 16  # F_SEAL_FUTURE_WRITE of linux/fcntl.h: no new mapping may be writable
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
-_RECORD = struct.Struct("<4sIQQ")  # magic, version, slots, slot_bytes
+_RECORD = struct.Struct("<4sIQQQ")  # magic, version, slots, slot_bytes, common_bytes
 _MAGIC = b"aShm"
-_VERSION = 1
+_VERSION = 2
 
 
 class Fence:
@@ -81,6 +82,7 @@ class Geometry:
 
     slots: int  # of each class
     slot_bytes: int
+    common_bytes: int = 0
 
     @property
     def ring_at(self) -> int:
@@ -103,9 +105,14 @@ class Geometry:
         return self.slots * self.slot_bytes
 
     @property
+    def common_at(self) -> int:
+        """Where the common memory begins."""
+        return self.slots_at + len(ParcelClass) * self.class_bytes
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of a segment."""
-        return self.slots_at + len(ParcelClass) * self.class_bytes
+        return self.common_at + self.common_bytes
 
     def count(self, nbytes: int) -> int:
         """Adjacent slots that a payload of `nbytes` takes; at least one."""
@@ -150,6 +157,11 @@ class Segment:
         """The slots of a class, u8 [slots * slot_bytes]."""
         return self._of_class(self.geometry.slots_at, kind)
 
+    @property
+    def common(self) -> memoryview:
+        """What is not the transport's own, u8 [common_bytes]."""
+        return self.memory[self.geometry.common_at :]
+
     def _of_class(self, begin: int, kind: ParcelClass) -> memoryview:
         first = begin + (kind - 1) * self.geometry.class_bytes
         return self.memory[first : first + self.geometry.class_bytes]
@@ -173,7 +185,7 @@ async def exchange(sock: socket.socket, geometry: Geometry) -> tuple[Segment, Se
     """
     mine, descriptor = make_segment(geometry)
     try:
-        record = _RECORD.pack(_MAGIC, _VERSION, geometry.slots, geometry.slot_bytes)
+        record = _RECORD.pack(_MAGIC, _VERSION, *_numbers(geometry))
         socket.send_fds(sock, [record], [descriptor])
     finally:
         os.close(descriptor)
@@ -228,14 +240,17 @@ def check_record(data: bytes, geometry: Geometry) -> None:
             f"segment magic and version are {magic!r} and {version}; "
             f"allowed: {_MAGIC!r} and {_VERSION}"
         )
-    for name, value, allowed in zip(
-        ("slots", "slot_bytes"), numbers, (geometry.slots, geometry.slot_bytes), strict=True
-    ):
+    names = "slots", "slot_bytes", "common_bytes"
+    for name, value, allowed in zip(names, numbers, _numbers(geometry), strict=True):
         if value != allowed:
             raise ProtocolError(
-                f"segment field {name} is {value}; allowed: {allowed}, as the transport options "
-                "and transport.parcel_bytes of this rank have it"
+                f"segment field {name} is {value}; allowed: {allowed}, as the configuration of "
+                "this rank has it"
             )
+
+
+def _numbers(geometry: Geometry) -> tuple[int, int, int]:
+    return geometry.slots, geometry.slot_bytes, geometry.common_bytes
 
 
 def _memfd() -> int:

@@ -228,6 +228,7 @@ def live_config(setting: Setting) -> Config:
         "scheduler.name": system.scheduler,
         "scheduler.parameters": dict(system.parameters),
         "model.routing": setting.workload.routing,
+        "engine.marches": False,  # they would pass by what is studied
         "log.level": "warning",
         **_free(setting, _SET_ANYWHERE),
     }

@@ -183,7 +183,8 @@ class _Watched:
 
     def __init__(self, stages: Stages, probe: Probe) -> None:
         self._stages, self._probe = stages, probe
-        self.passage, self.failed, self.broken = stages.passage, stages.failed, stages.broken
+        self.passage, self.march = stages.passage, stages.march
+        self.failed, self.broken = stages.failed, stages.broken
 
     def prepare(self, stage: int, max_rows: int) -> Step:
         """See `Stages`."""

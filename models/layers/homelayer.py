@@ -16,13 +16,11 @@ from torch import Tensor
 from asyncmoe.model import Routed
 from asyncmoe.models.layers.attention import Attention, CompiledMixer
 from asyncmoe.models.layers.experts import CompiledExperts, Experts
-from asyncmoe.models.layers.linear import Linear
 from asyncmoe.models.layers.norm import RmsNorm
 from asyncmoe.models.layers.paged import PagedBatch
 from asyncmoe.models.layers.rope import Angles
 from asyncmoe.models.layers.router import SoftmaxRouter
 from asyncmoe.native.kinds import kernels_for
-from asyncmoe.walk import Walk
 
 
 class HomeLayer:
@@ -75,30 +73,14 @@ class HomeLayer:
         return x.contiguous()
 
 
-class Tongue:
-    """Embedding, final norm and head, as a walk takes them."""
-
-    def __init__(self, kernels: Any, embedding: Tensor, norm: RmsNorm, head: Linear) -> None:
-        """The parts keep the memory that the kernels read."""
-        self._parts = embedding, norm, head
-        self.dtype, (vocab, self.hidden) = embedding.dtype, embedding.shape
-        self.kernel = kernels.Tongue(
-            embedding=embedding.data_ptr(),
-            vocab=vocab,
-            norm=norm.weight.data_ptr(),
-            norm_eps=norm.eps,
-            head=head.kernel,
-        )
-
-
 class WholeLayers:
     """Decoder layers, each with all that a home rank has of it and the experts that live here."""
 
     def __init__(self, kernels: Any, layers: Sequence[tuple[HomeLayer, CompiledExperts]]) -> None:
-        self._kernels, self._parts = kernels, layers
-        self._kernel = kernels.Layers()
+        self.kernels, self._parts = kernels, layers
+        self.kernel = kernels.Layers()
         for home, experts in layers:
-            self._kernel.add(home.kernel, experts.kernel)
+            self.kernel.add(home.kernel, experts.kernel)
 
     def __call__(
         self,
@@ -112,47 +94,15 @@ class WholeLayers:
     ) -> tuple[Tensor, list[float]]:
         """See `Model.through`."""
         x = self._parts[layers.start][0].rows(x, batch)
-        angle, columns = self._memory(layers, angles, batch, cache, local)
+        angle, memory = self.memory(layers, angles, batch, cache, local)
         out, seconds = torch.empty_like(x), np.empty((len(layers), 2))
-        passed = self._kernel(
-            batch.compiled(self._kernels), x.data_ptr(), angle, layers.start, len(layers),
-            columns.ctypes.data, wanted, out.data_ptr(), seconds.ctypes.data,
+        passed = self.kernel(
+            batch.compiled(self.kernels), x.data_ptr(), angle, layers.start, len(layers),
+            memory.ctypes.data, wanted, out.data_ptr(), seconds.ctypes.data,
         )  # fmt: skip
         return out, seconds[:passed].ravel().tolist()
 
-    def walk(
-        self,
-        tongue: Tongue,
-        walk: Walk,
-        angles: Angles,
-        batch: PagedBatch,
-        cache: Sequence[Mapping[str, Tensor]],
-        local: Sequence[Tensor],
-    ) -> tuple[Tensor, int, int]:
-        """See `Model.walk`."""
-        rows = batch.rows
-        _, memory = self._memory(range(len(self._parts)), angles, batch, cache, local)
-        kernel = self._kernels.Walk(
-            tongue=tongue.kernel,
-            rows=batch.compiled(self._kernels),
-            positions=rows.positions.data_ptr(),
-            cache_index=rows.cache_index.data_ptr(),
-            context=rows.context_len.data_ptr(),
-            ends=walk.ends.ctypes.data,
-            end_width=walk.ends.shape[1],
-            turns=len(walk.tokens),
-            tokens=walk.tokens.ctypes.data,
-            bad=walk.bad.ctypes.data,
-            seconds=walk.seconds.ctypes.data,
-            seconds_width=walk.seconds.shape[1],
-            counts=walk.counts.ctypes.data,
-            wanted=walk.herald.wanted_at,
-            bell=walk.herald.counter,
-        )
-        x = torch.empty((batch.count, tongue.hidden), dtype=tongue.dtype)
-        return x, *kernel(self._kernel, memory.ctypes.data, x.data_ptr(), walk.steps)
-
-    def _memory(
+    def memory(
         self,
         layers: range,
         angles: Angles,
@@ -170,13 +120,8 @@ class WholeLayers:
             memory.append((*store, ids.data_ptr(), ids.shape[0]))
         return angle, np.array(memory, np.int64)
 
-
-def make_tongue(embedding: Tensor, norm: RmsNorm, head: Linear) -> Tongue | None:
-    """These parts for compiled walks; None where one runs on torch."""
-    kernels = kernels_for(embedding)
-    if kernels is None or head.kernel is None or not embedding.is_contiguous():
-        return None
-    return Tongue(kernels, embedding, norm, head)
+    def __len__(self) -> int:
+        return len(self._parts)
 
 
 def make_whole_layers(

@@ -1,17 +1,16 @@
-// Whole decoder layers in one call: what Python does between small kernels takes a decode step of
-// one row longer than the kernels themselves.
+// Whole decoder layers, walks through them and marches: layers.h, walk.h, march.h.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <cstdint>
 #include <stdexcept>
+#include <tuple>
 #include <utility>
 #include <vector>
 
-#include "clock.h"
-#include "experts.h"
 #include "homelayer.h"
-#include "scratch.h"
+#include "layers.h"
+#include "march.h"
 #include "walk.h"
 
 namespace py = pybind11;
@@ -19,79 +18,10 @@ namespace py = pybind11;
 namespace asyncmoe {
 namespace {
 
-template <class T>
-T* at(uintptr_t address) {
-    return reinterpret_cast<T*>(address);
-}
-
-// What a layer of a passage finds in memory, as Python passes it: a row of int64s.
-struct LayerMemory {
-    int64_t keys, values, blocks, angles, angle_rows;  // of `AttentionStore`
-    int64_t local, ids;                                // of `Choice`
-
-    AttentionStore store() const {
-        return {at<void>(keys), at<void>(values), blocks, at<const void>(angles), angle_rows};
-    }
-};
-
-struct PassageLayer {
-    HomeLayer home;
-    ExpertsLayer experts;
-};
-
-struct Layers {
-    std::vector<PassageLayer> all;
-
-    void add(const HomeLayer& home, const ExpertsLayer& experts) {
-        if (home.hidden() != experts.gate_up.inputs || home.bf16() != experts.bf16)
-            throw std::invalid_argument("the experts do not fit their layer");
-        all.push_back({home, experts});
-    }
-
-    // x [rows, hidden] through layers from `first` on, to which `memory` has `count` rows, into
-    // `out`, which may be x. Stops before a layer when `wanted()` is true. Seconds of each stage,
-    // attention and experts in turn. Returns how many layers it went through.
-    template <class Wanted>
-    int64_t pass(const PagedRows& rows, const void* x, const int64_t* angle, int64_t first,
-                 int64_t count, const LayerMemory* memory, const Wanted& wanted, void* out,
-                 double* seconds) const {
-        if (first < 0 || count < 1 || first + count > static_cast<int64_t>(all.size()))
-            throw std::out_of_range("no such layers");
-        double begin_s = now_s();
-        for (int64_t i = 0; i < count; ++i) {
-            one(all[first + i], rows, i == 0 ? x : out, angle, memory[i], out, begin_s,
-                seconds + 2 * i);
-            if (i + 1 == count) break;
-            if (wanted()) return i + 1;
-        }
-        return count;
-    }
-
-   private:
-    static void one(const PassageLayer& layer, const PagedRows& rows, const void* x,
-                    const int64_t* angle, const LayerMemory& memory, void* out, double& begin_s,
-                    double* seconds) {
-        thread_local Scratch residual, hidden, experts, weights;
-        const int64_t k = layer.home.router.call.top_k, width = layer.home.hidden();
-        const int64_t bytes = rows.rows * width * (layer.home.bf16() ? 2 : 4);
-        const HomeResult result{residual.take<char>(bytes), hidden.take<char>(bytes),
-                                experts.take<int64_t>(rows.rows * k),
-                                weights.take<float>(rows.rows * k)};
-        home_layer(layer.home, rows, x, angle, memory.store(), result);
-        const double middle_s = now_s();
-        routed_experts(layer.experts, result.hidden, rows.rows, width,
-                       {result.experts, result.weights, k, at<int64_t>(memory.local), memory.ids},
-                       result.residual, out);
-        const double end_s = now_s();
-        seconds[0] = middle_s - begin_s, seconds[1] = end_s - middle_s;
-        begin_s = end_s;
-    }
-};
-
 // All layers of a model for one step of a walk after the other.
 std::pair<int64_t, int64_t> walk_through(const Walk& walk, const Layers& layers, uintptr_t memory,
                                          uintptr_t x, int64_t steps) {
-    const auto count = static_cast<int64_t>(layers.all.size());
+    const int64_t count = layers.count();
     if (count == 0 || walk.seconds_width != 2 * count + 1 ||
         walk.tongue.hidden() != layers.all[0].home.hidden() ||
         walk.tongue.bf16() != layers.all[0].home.bf16())
@@ -100,8 +30,27 @@ std::pair<int64_t, int64_t> walk_through(const Walk& walk, const Layers& layers,
         return layers.pass(walk.rows, rows, walk.positions, 0, count, at<const LayerMemory>(memory),
                            [&] { return walk.is_wanted(); }, rows, seconds);
     };
-    const Walk::End end = walk.run(0, steps, count, at<void>(x), pass);
+    Nobody nobody;
+    const Walk::End end = walk.run(steps, count, at<void>(x), false, nobody, pass);
     return {end.layers, end.turn};
+}
+
+std::tuple<int64_t, int64_t, bool> march(
+    const Walk& walk, const Layers& layers, uintptr_t memory, uintptr_t x, int64_t steps,
+    int64_t number, int64_t rank, const std::vector<std::pair<uintptr_t, uintptr_t>>& halves,
+    int64_t half_bytes, int64_t rows, uintptr_t owner, int64_t ids, uintptr_t broken) {
+    if (layers.count() == 0) throw std::invalid_argument("a march goes through layers");
+    std::vector<Fellow> fellows;
+    for (const auto& [mine, theirs] : halves)
+        fellows.push_back({at<char>(mine), at<const char>(theirs)});
+    const MarchForm form{rows, layers.all[0].row_bytes(), layers.all[0].top_k()};
+    if (form.bytes() > half_bytes)
+        throw std::invalid_argument("the memory for a march is too small");
+    March made(number, rank, std::move(fellows), form, at<const uint16_t>(owner), ids,
+               at<const unsigned char>(broken));
+    const Walk::End end =
+        made.run(walk, layers, at<const LayerMemory>(memory), at<void>(x), steps);
+    return {end.layers, end.turn, made.has_ended()};
 }
 
 Tongue make_tongue(uintptr_t embedding, int64_t vocab, uintptr_t norm, float norm_eps,
@@ -147,6 +96,12 @@ void bind_layers(py::module_& m) {
              py::arg("steps"), py::call_guard<py::gil_scoped_release>(),
              "At most `steps` steps behind tokens [0]: layers that the last of them passed, and "
              "which tokens are its own. x: memory for [rows, hidden].");
+    m.def("march", &march, py::arg("walk"), py::arg("layers"), py::arg("memory"), py::arg("x"),
+          py::arg("steps"), py::arg("number"), py::arg("rank"), py::arg("halves"),
+          py::arg("half_bytes"), py::arg("rows"), py::arg("owner"), py::arg("ids"), py::arg("broken"),
+          py::call_guard<py::gil_scoped_release>(),
+          "Steps of a walk together with other ranks; see march.h. halves: by rank, the address of "
+          "this rank's and of the other's. Returns what a walk does, and whether it ended as agreed.");
     py::class_<HomeLayer>(m, "HomeLayer", "Norm, attention, norm and router of one decoder layer.")
         .def(py::init([](uintptr_t norm, float norm_eps, const LinearLayer& qkv,
                          const AttentionKernel& attention, const LinearLayer& out,

@@ -121,7 +121,7 @@ void bind_linear(py::module_& m) {
                  routed_experts(layer, at<void>(x), rows, stride,
                                 {at<int64_t>(experts), at<float>(weights), k, at<int64_t>(local),
                                  ids},
-                                nullptr, reinterpret_cast<void*>(out));
+                                /*all_here=*/true, nullptr, reinterpret_cast<void*>(out));
              },
              py::arg("x"), py::arg("rows"), py::arg("stride"), py::arg("experts"),
              py::arg("weights"), py::arg("k"), py::arg("local"), py::arg("ids"), py::arg("out"),

@@ -111,36 +111,38 @@ void experts(const ExpertsLayer& layer, const void* x, int64_t rows, int64_t str
 }
 
 void routed_experts(const ExpertsLayer& layer, const void* x, int64_t rows, int64_t stride,
-                    const Choice& choice, const void* residual, void* out) {
+                    const Choice& choice, bool all_here, const void* residual, void* out) {
     Workspace& space = Workspace::mine();
-    const int64_t count = rows * choice.k;
+    const int64_t most = rows * choice.k;
     // Counts of experts, their next free places, rows of pairs, places of pairs.
-    int64_t* counts = space.sorted.take<int64_t>(2 * layer.experts + 2 * count);
+    int64_t* counts = space.sorted.take<int64_t>(2 * layer.experts + 2 * most);
     int64_t* next = counts + layer.experts;
     int64_t* row = next + layer.experts;
-    int64_t* gather = row + count;
-    float* weight = space.weights.take<float>(count);
+    int64_t* gather = row + most;
+    float* weight = space.weights.take<float>(most);
     const auto local = [&](int64_t i) { return choice.local[choice.experts[i]]; };
 
     std::fill(counts, counts + layer.experts, 0);
-    for (int64_t i = 0; i < count; ++i) {
+    for (int64_t i = 0; i < most; ++i) {
         const int64_t id = choice.experts[i];
-        if (id < 0 || id >= choice.ids || local(i) < 0 || local(i) >= layer.experts)
+        if (id < 0 || id >= choice.ids || local(i) >= layer.experts || (all_here && local(i) < 0))
             throw std::invalid_argument("an expert is not on this rank");
-        ++counts[local(i)];
+        if (local(i) >= 0) ++counts[local(i)];
     }
     int64_t first = 0;
     for (int64_t expert = 0; expert < layer.experts; ++expert) {
         next[expert] = first;
         first += counts[expert];
     }
-    for (int64_t i = 0; i < count; ++i) {
+    for (int64_t i = 0; i < most; ++i) {
+        gather[i] = -1;
+        if (local(i) < 0) continue;
         const int64_t place = next[local(i)]++;
         row[place] = i / choice.k;
         weight[place] = choice.weights[i];
         gather[i] = place;
     }
-    const Pairs pairs{count, row, weight, counts, gather, rows, choice.k};
+    const Pairs pairs{first, row, weight, counts, gather, rows, choice.k};
     experts(layer, x, rows, stride, pairs, residual, out);
 }
 

@@ -46,10 +46,10 @@ struct Choice {
     int64_t ids;
 };
 
-// The same for rows all of whose experts are here -> out [rows, hidden].
-// Throws std::invalid_argument for an expert that is not.
+// The same for the pairs of a choice -> out [rows, hidden]. Those whose experts are not here are
+// left out, unless `all_here`: then they throw std::invalid_argument, as all ids do that are none.
 void routed_experts(const ExpertsLayer& layer, const void* x, int64_t rows, int64_t stride,
-                    const Choice& choice, const void* residual, void* out);
+                    const Choice& choice, bool all_here, const void* residual, void* out);
 
 // x [rows, 2 * width] -> act(gate) * up [rows, width], rounded as torch rounds it.
 void gated(Activation activation, bool bf16, const void* x, int64_t rows, int64_t width, void* out);

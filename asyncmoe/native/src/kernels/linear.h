@@ -13,6 +13,14 @@ struct LinearLayer {
     bool bf16_in;       // the rows are bfloat16, else float32
     bool bf16_out;
     bool round;  // to bfloat16 whatever is stored
+
+    // Columns of panels [first, end) alone.
+    LinearLayer part(int64_t first, int64_t end) const {
+        LinearLayer some = *this;
+        some.weight = weight.part(first, end);
+        if (bias != nullptr) some.bias += first * kPanel;
+        return some;
+    }
 };
 
 // x [rows, inputs], `stride` elements from one row to the next -> out [rows, columns].

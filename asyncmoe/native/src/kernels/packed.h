@@ -24,6 +24,15 @@ struct Packed {
     int64_t steps() const { return storage == Storage::float32 ? inputs : (inputs + 1) / 2; }
     int64_t panel_bytes() const { return steps() * kPanel * (storage == Storage::int8 ? 2 : 4); }
     int64_t bytes() const { return panels() * panel_bytes(); }
+
+    // Panels [first, end), of which there is at least one.
+    Packed part(int64_t first, int64_t end) const {
+        Packed some = *this;
+        some.data += first * panel_bytes();
+        if (scales != nullptr) some.scales += first * kPanel;
+        some.columns = (end * kPanel < columns ? end * kPanel : columns) - first * kPanel;
+        return some;
+    }
 };
 
 // Rows for products with int8 are int16 with a scale for every so many inputs. A row is

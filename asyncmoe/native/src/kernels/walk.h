@@ -2,9 +2,10 @@
 // them: see asyncmoe/walk.py. No step of it needs the GIL.
 #pragma once
 
+#include <sched.h>
 #include <unistd.h>
 
-#include <atomic>
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <stdexcept>
@@ -54,28 +55,73 @@ struct Walk {
 
     bool is_wanted() const { return __atomic_load_n(wanted, __ATOMIC_RELAXED) != 0; }
 
-    // Goes on from rows that got tokens [turn], at most to the tokens of `steps` steps.
-    // `pass(x, seconds)` takes x [rows, hidden] through the layers, and returns how many it has
-    // passed of its `layers`. Of the step that is the last the loop is not told.
-    template <class Pass>
-    End run(int64_t turn, int64_t steps, int64_t layers, void* x, const Pass& pass) const {
-        for (;;) {
-            enter(tokens + turn * rows.rows, static_cast<char*>(x));
+    // Steps from tokens [0] on, at most `steps`, unless it `stops` before. Before each of them all
+    // `fellows` must agree to go on; they speak for its rows, if nothing is broken off. `pass(x, seconds)` takes x [rows, hidden] through the layers,
+    // and returns how many it has passed of its `layers`. Of the tokens of the last step that got
+    // some the loop is not told, unless they are those that a step which was left began with.
+    template <class Fellows, class Pass>
+    End run(int64_t steps, int64_t layers, void* x, bool stops, Fellows& fellows,
+            const Pass& pass) const {
+        int64_t turn = 0;
+        for (bool is_first = true;; is_first = false) {
+            if (stops) {
+                fellows.agree(true);
+                return {is_first ? 0 : layers, turn};
+            }
+            if (!is_first) tell();
+            if (!fellows.agree(false)) return {0, turn};
+            if (rows.rows > 0) enter(tokens + turn * rows.rows, static_cast<char*>(x));
             turn = (turn + 1) % turns;
             double* const taken_s = seconds + turn * seconds_width;
             const int64_t passed = pass(x, taken_s);
             if (passed < layers) return {passed, turn};
             const double begin_s = now_s();
-            const bool goes_on = speak(x, tokens + turn * rows.rows);
+            int64_t* const chosen = tokens + turn * rows.rows;
+            if (!fellows.speak(*this, x, chosen)) return {0, turn};
             taken_s[2 * layers] = now_s() - begin_s;
-            if (--steps < 1 || !goes_on || is_wanted() || !may_tell()) return {passed, turn};
-            __atomic_fetch_add(&counts[0], 1, __ATOMIC_RELEASE);
-            const uint64_t one = 1;
-            if (write(bell, &one, sizeof one) < 0) continue;  // it has been rung often enough
+            stops = --steps < 1 || any_ends(chosen) || is_wanted();
+            while (!stops && !may_tell()) {
+                if (!fellows.waits() || is_wanted()) stops = true;
+                else sched_yield();
+            }
         }
     }
 
+    // The final norm of x [rows, hidden].
+    void norm_rows(const void* x, void* out) const {
+        norm({x, nullptr, nullptr, tongue.norm, out, rows.rows, static_cast<int>(tongue.hidden()),
+              tongue.norm_eps, 0},
+             tongue.bf16());
+    }
+
+    // The tokens of x [rows, hidden].
+    void speak(const void* x, int64_t* chosen) const {
+        thread_local Scratch normed, scores;
+        const int64_t count = rows.rows, vocab = tongue.vocab();
+        void* const hidden = normed.take<char>(count * tongue.row_bytes());
+        float* const logits = scores.take<float>(count * vocab);
+        norm_rows(x, hidden);
+        linear(tongue.head, hidden, count, tongue.hidden(), logits);
+        Pool::mine().run(static_cast<int>(count), [&](int i) {
+            choose(i, likeliest(logits + i * vocab, vocab), chosen);
+        });
+    }
+
+    // What a row has got; negative: no token can be chosen.
+    void choose(int64_t row, int64_t token, int64_t* chosen) const {
+        bad[row] = token < 0;
+        chosen[row] = token < 0 ? 0 : token;
+    }
+
    private:
+    // The loop, of the last step.
+    void tell() const {
+        if (rows.rows == 0) return;
+        __atomic_fetch_add(&counts[0], 1, __ATOMIC_RELEASE);
+        const uint64_t one = 1;
+        if (write(bell, &one, sizeof one) < 0) return;  // it has been rung often enough
+    }
+
     // Whether the loop has heard of so many steps that the next one has a place.
     bool may_tell() const {
         return counts[0] - __atomic_load_n(&counts[1], __ATOMIC_ACQUIRE) < turns - 1;
@@ -95,26 +141,23 @@ struct Walk {
         }
     }
 
-    // The tokens of x. Whether all rows have one that does not end them.
-    bool speak(const void* x, int64_t* chosen) const {
-        thread_local Scratch normed, scores;
-        const int64_t count = rows.rows, vocab = tongue.vocab();
-        void* const hidden = normed.take<char>(count * tongue.row_bytes());
-        float* const logits = scores.take<float>(count * vocab);
-        norm({x, nullptr, nullptr, tongue.norm, hidden, count, static_cast<int>(tongue.hidden()),
-              tongue.norm_eps, 0},
-             tongue.bf16());
-        linear(tongue.head, hidden, count, tongue.hidden(), logits);
-        std::atomic<bool> goes_on{true};
-        Pool::mine().run(static_cast<int>(count), [&](int i) {
-            const int64_t token = likeliest(logits + i * vocab, vocab);
-            bad[i] = token < 0;
-            chosen[i] = token < 0 ? 0 : token;
-            bool ended = token < 0;
-            for (int64_t j = 0; j < end_width; ++j) ended |= ends[i * end_width + j] == token;
-            if (ended) goes_on.store(false, std::memory_order_relaxed);
-        });
-        return goes_on.load();
+    // Whether one of the rows does by its token, or has none.
+    bool any_ends(const int64_t* chosen) const {
+        for (int64_t i = 0; i < rows.rows; ++i) {
+            const int64_t* const own = ends + i * end_width;
+            if (bad[i] || std::find(own, own + end_width, chosen[i]) != own + end_width) return true;
+        }
+        return false;
+    }
+};
+
+// Whom a rank that holds all experts asks.
+struct Nobody {
+    bool agree(bool stops) const { return !stops; }
+    bool waits() const { return false; }  // until the loop has heard enough
+    bool speak(const Walk& walk, const void* x, int64_t* chosen) const {
+        walk.speak(x, chosen);
+        return true;
     }
 };
 
