@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from asyncmoe.company import Company, make_company, patience
 from asyncmoe.config import DeviceConfig, MetricsConfig
@@ -254,9 +253,8 @@ def make_marches(rank: Rank, executor: Executor) -> tuple[Marches, Fellows] | No
         return None
     fellows = Fellows(rank.rank, shared, rows, rank.placement.owner)
 
-    def begin(chunks: NDArray[np.int64], number: int) -> None:
-        together = Together(fellows, number, marches.over)
-        executor.march(chunks, together)
+    def begin(number: int) -> None:
+        executor.march(marches.take, Together(fellows, number, marches.over))
 
     marches = Marches(rank.rank, rank.world, rows, home, rank.send, begin, fellows.leave)
     home.marches = marches

@@ -199,22 +199,22 @@ class Executor:
         """Whether compiled code can hear what is wanted of it, and tell what it has."""
         return self._herald is not None and self._herald.counter >= 0
 
-    def march(self, chunks: NDArray[np.int64], together: Together) -> None:
-        """Hand over a march with these decode chunks, which no queue has.
+    def march(self, take: Callable[[], NDArray[np.int64]], together: Together) -> None:
+        """Hand over a march with the decode chunks that `take` gives, which no queue has.
 
         In the loop's next turn: the end of the batch that has made them ready is yet to be seen to,
         and would be taken for something else that wants this rank.
         """
-        self._loop.call_soon(self._march, chunks, together)
+        self._loop.call_soon(self._march, take, together)
 
-    def _march(self, chunks: NDArray[np.int64], together: Together) -> None:
+    def _march(self, take: Callable[[], NDArray[np.int64]], together: Together) -> None:
         if self._closed:
             together.fellows.leave(together.number)
             return
         assert self._herald is not None
         self.bell.wanted = bool(self._queues.total or self._after)
         try:
-            step = self._stages.march(chunks, together, self._herald)
+            step = self._stages.march(take(), together, self._herald)
             self._hand_over(step.stage, step)
         except Exception as error:
             self._break(error)

@@ -110,14 +110,14 @@ class Marches:
         most_rows: int,
         home: Decoding,
         send: Callable[[int, Muster], None],
-        begin: Callable[[Chunks, int], None],
+        begin: Callable[[int], None],
         leave: Callable[[int], None],
     ) -> None:
         """
         Args:
             most_rows: that a rank marches with.
             send: a message to a rank, this one too; may raise `PeerLost`.
-            begin: the march of a number, with these decode chunks.
+            begin: the march of a number, with the decode chunks that `take` gives then.
             leave: that march, without having begun it.
         """
         self.count = 0  # marches begun here
@@ -208,9 +208,13 @@ class Marches:
 
     def _go(self) -> None:
         self._state, self._called = _State.UNDERWAY, self._number + 1
-        chunks, self._kept = self._kept, _NO_CHUNKS
         self.count += 1
-        self._begin(chunks, self._number)
+        self._begin(self._number)
+
+    def take(self) -> Chunks:
+        """The decode chunks that were kept back, but for those that have left since."""
+        chunks, self._kept = self._kept, _NO_CHUNKS
+        return chunks
 
     def over(self, agreed: bool) -> None:
         """The march that this rank was in has ended; its rows enter A0 next.
@@ -243,7 +247,7 @@ class Marches:
         """The rows that were kept back go their own way."""
         if self._state in (_State.CALLED, _State.READY):
             self._state = _State.APART
-        chunks, self._kept = self._kept, _NO_CHUNKS
+        chunks = self.take()
         if len(chunks):
             self._home.begin_steps(chunks)
 

@@ -267,5 +267,6 @@ class Transport(ABC):
         return {}
 
     def common(self, peer: int) -> Common | None:
-        """What this rank shares with `peer`, once started; None where there is no such memory."""
+        """What this rank shares with `peer`, once started; None where there is no such memory, and
+        where the peer is lost already."""
         return None

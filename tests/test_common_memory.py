@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 
 from asyncmoe.transport import Common
 from asyncmoe.transports.auto import AutoTransport
 from tests.transport_kit import Cluster
+from tests.transport_worker import memory_bytes
 
 NBYTES = 100_000
+LINE_BYTES = 64
 
 
 def commons(cluster: Cluster) -> dict[tuple[int, int], Common]:
@@ -30,6 +33,8 @@ async def test_each_side_reads_what_the_other_writes_also_after_the_end(name: st
         assert common.mine.nbytes == common.theirs.nbytes == NBYTES
         assert not any(common.mine)
         assert common.theirs.readonly
+        for half in (common.mine, common.theirs):
+            assert np.frombuffer(half, np.uint8).ctypes.data % LINE_BYTES == 0
         common.mine[10 * rank + peer] = 1 + 10 * rank + peer
     for (rank, peer), common in halves.items():
         assert common.theirs[10 * peer + rank] == 1 + 10 * peer + rank
@@ -38,6 +43,33 @@ async def test_each_side_reads_what_the_other_writes_also_after_the_end(name: st
     for (rank, peer), common in halves.items():
         common.mine[NBYTES - 1] = 7
         assert halves[peer, rank].theirs[NBYTES - 1] == 7
+
+
+@pytest.mark.parametrize("name", ["inproc", "shm", "auto"])
+async def test_a_rank_that_is_lost_shares_nothing_new(name: str) -> None:
+    cluster = Cluster(name, 3, common_bytes=NBYTES)
+    await cluster.start()
+    before = commons(cluster)
+    cluster.ranks[2].abort()
+    for receiver in cluster.receivers[:2]:
+        await receiver.until(lambda receiver=receiver: receiver.lost)
+    assert sorted(commons(cluster)) == [(0, 1), (1, 0)]
+    before[0, 2].mine[5] = 7
+    assert before[2, 0].theirs[5] == 7
+    with pytest.raises(ValueError, match="no connection to rank 3"):
+        cluster.ranks[0].common(3)
+    await cluster.close()
+    assert not commons(cluster)
+
+
+@pytest.mark.parametrize("name", ["inproc", "shm", "auto"])
+async def test_memory_that_nobody_touches_costs_nothing(name: str) -> None:
+    before = memory_bytes()
+    cluster = Cluster(name, 2, common_bytes=1 << 30)
+    await cluster.start()
+    assert len(commons(cluster)) == 2
+    assert memory_bytes() - before < 64 << 20
+    await cluster.close()
 
 
 async def test_ranks_of_two_machines_have_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,7 @@ class Ranks:
         self.homes = [Home() for _ in range(world)]
         self.links: dict[tuple[int, int], deque[Muster]] = defaultdict(deque)
         self.under_way: dict[int, tuple[int, list[int]]] = {}  # rank -> (march, its chunks)
+        self.beginning: dict[int, int] = {}  # rank -> march
         self.begun: dict[int, set[int]] = defaultdict(set)  # ranks that began a march
         self.left: dict[int, set[int]] = defaultdict(set)
         self.lost: set[int] = set()
@@ -59,15 +60,13 @@ class Ranks:
             else:
                 self.links[rank, to].append(message)
 
-        def begin(chunks: Chunks, number: int) -> None:
-            home = self.homes[rank]
+        def begin(number: int) -> None:
+            assert not self.homes[rank].in_layers
             assert rank not in self.under_way
-            assert set(chunks.tolist()) == home.decoding
-            assert not home.in_layers
-            assert number not in self.begun or rank not in self.begun[number]
+            assert rank not in self.begun[number]
             assert all(number >= other for other in self.begun)
             self.begun[number].add(rank)
-            self.under_way[rank] = number, chunks.tolist()
+            self.beginning[rank] = number
 
         def leave(number: int) -> None:
             self.left[number].add(rank)
@@ -79,7 +78,19 @@ class Ranks:
     def deliver(self, source: int, to: int) -> None:
         self.marches[to].hear(source, self.links[source, to].popleft())
 
+    def set_off(self, rank: int) -> None:
+        """The loop's next turn, in which a march begins."""
+        chunks = self.marches[rank].take().tolist()
+        assert set(chunks) == self.homes[rank].decoding - set(self.homes[rank].in_layers)
+        self.under_way[rank] = self.beginning.pop(rank), chunks
+
     def deliver_all(self) -> None:
+        self._deliver_all()
+        while self.beginning:
+            self.set_off(min(self.beginning))
+            self._deliver_all()
+
+    def _deliver_all(self) -> None:
         while waiting := [link for link, queue in self.links.items() if queue]:
             self.deliver(*waiting[0])
 
@@ -314,7 +325,9 @@ def act(ranks: Ranks, chance: random.Random) -> None:
             ranks.end_request(rank, chance.choice(sorted(home.decoding)))
         case 3 | 4 | 5 if rank not in ranks.under_way:
             ranks.step(rank, chance.choice([None, 1]))
-        case 6 if ranks.under_way:
+        case 7 | 8 if rank in ranks.beginning:
+            ranks.set_off(rank)
+        case 6 if ranks.under_way and not ranks.beginning:
             numbers = {number for number, _ in ranks.under_way.values()}
             everywhere = all(len(ranks.begun[number]) == world for number in numbers)
             if everywhere:  # ranks wait for each other in a march

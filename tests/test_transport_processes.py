@@ -116,6 +116,15 @@ def test_payloads_from_nothing_to_64_mib_and_of_every_dtype_arrive_unchanged(
         assert report == {"wrong": [], "in_order": True, "errors": [], **NOTHING}
 
 
+def test_what_two_ranks_share_is_there_for_one_that_outlives_the_other(
+    workers: Workers, name: str, tmp_path: Path
+) -> None:
+    seen, seen_by_peer = ([11, 11], [10]) if name in ("auto", "shm") else (None, None)
+    report, victim = workers.run(name, "share", 2, tmp_path)
+    assert victim is None
+    assert report == {"seen": seen, "seen_by_peer": seen_by_peer, "after": None, **NOTHING}
+
+
 def test_ranks_killed_at_every_step_are_lost_soon_and_the_healthy_pair_goes_on(
     workers: Workers, name: str, tmp_path: Path
 ) -> None:

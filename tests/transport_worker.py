@@ -40,6 +40,7 @@ STEPS = (
     "connected", "posted", "within a payload", "arrived", "released", "closing", "closed"
 )  # fmt: skip
 _COUNT = 15
+COMMON_BYTES = 100_000
 _BACKLOG = 300  # MiB for a rank that does not read
 
 
@@ -318,8 +319,38 @@ class DeadlyDirectory(FolderDirectory):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+async def share(transport: Any, rank: int, world: int, folder: Path) -> dict[str, Any]:
+    """Both ranks write to what they share and tell what they see there; then rank 1 dies."""
+    receiver, peer = Recorder(), 1 - rank
+    await transport.start(receiver)
+    common = transport.common(peer)
+    if common is not None:
+        common.mine[-1] = 10 + rank
+    transport.send(peer, b"written")
+    await receiver.until(lambda: receiver.messages)
+    seen = None if common is None else [common.theirs[-1]]
+    if rank == 1:
+        transport.send(peer, json.dumps(seen).encode())
+        await receiver.until(lambda: len(receiver.messages) == 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    await receiver.until(lambda: len(receiver.messages) == 2)
+    transport.send(peer, b"die")
+    await receiver.until(lambda: receiver.lost)
+    if common is not None and seen is not None:
+        common.mine[-1] = 0
+        seen.append(common.theirs[-1])
+    after = transport.common(peer)
+    await transport.close()
+    return {
+        "seen": seen,
+        "seen_by_peer": json.loads(receiver.messages[1][1]),
+        "after": None if after is None else "memory",
+    }
+
+
 SCENARIOS = {
     "stream": stream,
+    "share": share,
     "sizes": sizes,
     "kill": kill,
     "kill_start": kill_start,
@@ -341,6 +372,7 @@ async def run_rank(name: str, scenario: str, world: int, folder: Path, rank: int
             TOKEN,
             start_timeout_s=1.5 if scenario == "kill_start" else 40.0,
             peer_timeout_s=20.0,
+            common_bytes=COMMON_BYTES,
         )
     )
     report = await SCENARIOS[scenario](transport, rank, world, folder)

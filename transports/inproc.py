@@ -83,7 +83,10 @@ class InprocTransport(Transport):
         """See `Transport`."""
         if not self.context.common_bytes:
             return None
-        other = self._reachable(peer).other
+        try:
+            other = self._reachable(peer).other
+        except PeerLost:
+            return None
         return Common(self._halves[peer], other._halves[self.context.rank].toreadonly())
 
     def _reachable(self, peer: int) -> _Pair:

@@ -64,7 +64,12 @@ class ShmTransport(LinkedTransport):
 
     def common(self, peer: int) -> Common | None:
         """See `Transport`."""
-        return _shm(self._peers[peer]).common if self.context.common_bytes else None
+        if not self.context.common_bytes:
+            return None
+        try:
+            return _shm(self._reachable(peer)).common
+        except PeerLost:
+            return None
 
     def _reach(self) -> Reach:
         return UnixReach()
