@@ -235,7 +235,6 @@ def march_rows(rank: Rank) -> int:
         and chain.tracks == 1
         and config.engine.combine == "per_rank"
         and len(rank.placement.home_ranks) == rank.world
-        and config.metrics.probe_period_s is None
     )
     return min(config.engine.max_requests, _MOST_MARCH_ROWS) if possible else 0
 
@@ -245,6 +244,8 @@ def make_marches(rank: Rank, executor: Executor) -> tuple[Marches, Fellows] | No
     not."""
     home, rows = rank.home, march_rows(rank)
     if home is None or not rows or not rank.model.walks or not executor.may_march:
+        return None
+    if rank.probe is not None:  # it would see nothing; other ranks may have none
         return None
     others = set(range(rank.world)) - {rank.rank}
     commons = {other: rank.transport.common(other) for other in others}

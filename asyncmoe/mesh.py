@@ -129,7 +129,8 @@ async def _admit_higher(
             sock.close()
             if not isinstance(error, OSError | ProtocolError):  # a TimeoutError is an OSError
                 raise
-            _LOG.warning("rank %d dropped a connection: %s", context.rank, error)
+            # As text: a record of the error would keep its frames, and the memory mapped there.
+            _LOG.warning("rank %d dropped a connection: %s", context.rank, str(error))
             return
         meeting.on_connected(_link(context, sock, peer), generation, met)
         waiting.discard(peer)
