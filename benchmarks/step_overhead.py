@@ -156,17 +156,27 @@ async def measure(model: Path, rows: int, wait_s: float = 0.0) -> dict[str, floa
     }
 
 
-async def measure_all(model: Path, sizes: list[int]) -> dict[int, dict[str, Any]]:
-    """`measure` for each number of rows, and again with steps equally far apart."""
-    results: dict[int, dict[str, Any]] = {rows: await measure(model, rows) for rows in sizes}
-    longest_ms = max(result["step_ms"] for result in results.values())
-    for rows, result in results.items():
-        wait_ms = round(longest_ms - result["step_ms"])
-        paced = result if wait_ms < 1 else await measure(model, rows, wait_ms / 1e3)
-        result["paced"] = {
-            key: round(paced[key], 1) for key in ("attention_us", "expert_us", "step_ms")
-        }
-    return results
+async def measure_all(model: Path, sizes: list[int], rounds: int) -> dict[str, dict[str, Any]]:
+    """Means over rounds of `measure` for each number of rows, and of the same with steps equally
+    far apart. Sizes take turns, so that a busy spell does not fall on one of them alone."""
+    natural: dict[int, list[dict[str, float]]] = {rows: [] for rows in sizes}
+    paced: dict[int, list[dict[str, float]]] = {rows: [] for rows in sizes}
+    for _ in range(rounds):
+        for rows in sizes:
+            natural[rows].append(await measure(model, rows))
+        longest_ms = max(runs[-1]["step_ms"] for runs in natural.values())
+        for rows in sizes:
+            wait_ms = round(longest_ms - natural[rows][-1]["step_ms"])
+            same = wait_ms < 1
+            paced[rows].append(
+                natural[rows][-1] if same else await measure(model, rows, wait_ms / 1e3)
+            )
+    return {str(rows): {**mean(natural[rows]), "paced": mean(paced[rows])} for rows in sizes}
+
+
+def mean(runs: list[dict[str, float]]) -> dict[str, float]:
+    """Of each figure."""
+    return {key: round(sum(run[key] for run in runs) / len(runs), 1) for key in runs[0]}
 
 
 class _Cell:
@@ -198,16 +208,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", type=Path, help="directory with config.json; default: see above")
     parser.add_argument("--rows", default="16,64,256")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = arguments.model or write_config(Path(folder), SMALL)
         sizes = [int(rows) for rows in arguments.rows.split(",")]
-        found = uvloop.run(measure_all(model, sizes))
-    results = {
-        str(rows): {k: round(v, 1) if isinstance(v, float) else v for k, v in result.items()}
-        for rows, result in found.items()
-    }
+        results = uvloop.run(measure_all(model, sizes, arguments.rounds))
     if arguments.json:
         print(json.dumps(results))
         return
