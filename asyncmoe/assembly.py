@@ -245,8 +245,6 @@ def make_marches(rank: Rank, executor: Executor) -> tuple[Marches, Fellows] | No
     home, rows = rank.home, march_rows(rank)
     if home is None or not rows or not rank.model.walks or not executor.may_march:
         return None
-    if rank.probe is not None:  # it would see nothing; other ranks may have none
-        return None
     others = set(range(rank.world)) - {rank.rank}
     commons = {other: rank.transport.common(other) for other in others}
     shared = {other: common for other, common in commons.items() if common is not None}

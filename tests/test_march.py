@@ -12,11 +12,9 @@ import numpy as np
 import pytest
 
 from asyncmoe import native
-from asyncmoe.config import MetricsConfig
 from asyncmoe.march import march_bytes
 from asyncmoe.model import Model
 from asyncmoe.models.decoder import Decoder
-from asyncmoe.rank import Rank
 from tests.checkpoints import FAMILIES, VOCAB, make_checkpoint
 from tests.cluster import Cluster, cluster
 
@@ -114,6 +112,7 @@ async def test_a_march_has_the_tokens_of_the_queues(
         (3, "inproc", {"placement__experts_per_rank": [3, 12, 1]}),
         (3, "shm", {"scheduler__name": "mtfs"}),
         (4, "inproc", {"model__quantize": "int8"}),
+        (2, "inproc", {"metrics__probe_period_s": 0.01}),
     ],
 )
 async def test_it_has_so_whatever_the_ranks(
@@ -154,7 +153,6 @@ async def test_a_request_that_ends_by_a_token_ends_there(checkpoint: Path) -> No
         ("inproc", {"engine__combine": "per_expert"}),
         ("inproc", {"scheduler__name": "lockstep"}),
         ("inproc", {"scheduler__name": "two_batch"}),
-        ("inproc", {"metrics__probe_period_s": 1.0}),
         ("inproc", {"placement__roles": ["both", "expert"]}),
     ],
 )
@@ -164,24 +162,6 @@ async def test_where_there_is_another_way_to_go_nobody_marches(
     async with cluster(2, **config(checkpoint, transport, **changes)) as engine:
         assert all(await answers(engine, 0, 1))
         assert marched(engine) == [None, None]
-
-
-async def test_ranks_of_which_one_has_a_probe_share_memory_and_do_not_march(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inner = Rank.start
-
-    async def start(self: Rank) -> None:
-        if self.rank == 1:
-            metrics = MetricsConfig(probe_period_s=1.0)
-            self.config = self.config.model_copy(update={"metrics": metrics})
-        await inner(self)
-
-    monkeypatch.setattr(Rank, "start", start)
-    async with cluster(2, **config(checkpoint, "auto")) as engine:
-        assert all(await answers(engine, 0, 1))
-        assert marched(engine) == [0, None]
-        assert [rank.carriers() for rank in engine.ranks] == [{1: "shm"}, {0: "shm"}]
 
 
 async def test_models_that_do_not_walk_do_not_march(
