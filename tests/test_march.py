@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from asyncmoe import native
 from asyncmoe.march import march_bytes
 from asyncmoe.model import Model
 from asyncmoe.models.decoder import Decoder
+from asyncmoe.sampler import BAD_LOGITS
 from tests.checkpoints import FAMILIES, VOCAB, make_checkpoint
 from tests.cluster import Cluster, cluster
 
@@ -142,6 +145,31 @@ async def test_a_request_that_ends_by_a_token_ends_there(checkpoint: Path) -> No
             expected[1],
         ]
         assert min(count or 0 for count in marched(engine)) > 1
+        await engine.settled()
+
+
+async def test_a_row_without_usable_logits_ends_a_march_and_fails_alone(
+    checkpoint: Path, steps: list[tuple[int, int]]
+) -> None:
+    async with cluster(2, **config(checkpoint)) as engine:
+        told = await answers(engine, *range(len(PROMPTS)))
+        poison, bad, good = next(
+            (token, i, j)
+            for i, j in itertools.permutations(range(len(PROMPTS)), 2)
+            for at, token in enumerate(told[i][:-2])
+            if at > 8 and token not in [*told[i][:at], *told[j], *PROMPTS[i], *PROMPTS[j]]
+        )
+        for rank in engine.ranks:
+            model: Any = rank.model
+            with torch.inference_mode():
+                model._embedding[poison] = torch.nan
+        steps.clear()
+        doomed = engine.submit(PROMPTS[bad], home=0, max_tokens=MOST[bad])
+        kept = engine.submit(PROMPTS[good], home=1, max_tokens=MOST[good])
+        await engine.ended(doomed, kept)
+        assert engine.message[doomed] == BAD_LOGITS
+        assert engine.tokens[kept] == told[good]
+        assert sum(count for _, count in steps) > 8
         await engine.settled()
 
 
