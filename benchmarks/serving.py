@@ -1,10 +1,10 @@
 """Tokens per second through the HTTP server beside those of the engine alone: what HTTP costs.
 
 One engine with its server, in turn driven directly, where a caller is woken once for each answer,
-and by clients in a process of their own, which share the machine with it: a streamed completion
-each, over a connection each that stays open. The rate is new tokens per second from the first
-request to the last answer's end; each figure is the best of the repeats. That both go through one
-engine in one process keeps luck with memory out of the ratio.
+and by clients in a process of their own, which share the machine with it and give way to it
+(`sseclient.py`): a streamed completion each, over a connection each that stays open. The rate is
+new tokens per second from the first request to the last answer's end; each figure is the best of
+the repeats. That both go through one engine in one process keeps luck with memory out of the ratio.
 """
 
 from __future__ import annotations

@@ -2,19 +2,25 @@
 
 It sends each request over a connection of its own, which stays open for the next one as those of a
 client's pool do, keeps the bytes that come, and looks at them once all is over: what a client does
-with the text is not what is measured. As a program it serves `ClientProcess`: a run per line of
-standard input, its seconds or its error on standard output.
+with the text is not what is measured. Nor is what its reading costs, which has a machine of its own
+elsewhere: it reads in what time the server leaves, where the system lets it ask for that. Until
+then the kernel keeps what came, though the server sent every event by itself. As a program it
+serves `ClientProcess`: a run per line of standard input, its seconds or its error on standard
+output.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import select
 import socket
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 READ_BYTES = 1 << 16
@@ -36,6 +42,7 @@ class Streams:
         assert address.port is not None
         self._address = address.hostname, address.port
         self._connections: list[socket.socket] = []
+        self._reader = ThreadPoolExecutor(1, initializer=give_way)
 
     def run(self, prompts: list[list[int]], new_tokens: int) -> float:
         """Stream a greedy answer of `new_tokens` to every prompt, all at once. Returns seconds
@@ -65,21 +72,10 @@ class Streams:
 
     def _exchange(self, requests: list[bytes]) -> list[bytes]:
         """The whole answer to each request, as it is on the wire."""
-        poll, parts = select.poll(), dict[int, list[bytes]]()
-        reads = {}
-        for connection, request in zip(self._connections, requests, strict=False):
+        asked = self._connections[: len(requests)]
+        for connection, request in zip(asked, requests, strict=True):
             connection.sendall(request)
-            parts[connection.fileno()] = []
-            reads[connection.fileno()] = connection.recv
-            poll.register(connection, select.POLLIN)
-        while reads:
-            for number, _ in poll.poll():
-                data = reads[number](READ_BYTES)
-                parts[number].append(data)
-                if not data or is_over(parts[number]):
-                    poll.unregister(number)
-                    del reads[number]
-        return [b"".join(each) for each in parts.values()]
+        return self._reader.submit(read_answers, asked).result()
 
     def _request(self, ids: list[int], new_tokens: int) -> bytes:
         fields = {
@@ -132,6 +128,32 @@ class ClientProcess:
         assert self._process.stdin is not None
         self._process.stdin.close()
         await self._process.wait()
+
+
+def give_way() -> None:
+    """From here on this thread has what time of the processors nobody else wants."""
+    if hasattr(os, "SCHED_IDLE"):
+        with contextlib.suppress(PermissionError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
+def read_answers(connections: list[socket.socket]) -> list[bytes]:
+    """The whole answer that comes over each, as it is on the wire."""
+    poll = select.poll()
+    parts: dict[int, list[bytes]] = {}
+    reads = {}
+    for connection in connections:
+        parts[connection.fileno()] = []
+        reads[connection.fileno()] = connection.recv
+        poll.register(connection, select.POLLIN)
+    while reads:
+        for number, _ in poll.poll():
+            data = reads[number](READ_BYTES)
+            parts[number].append(data)
+            if not data or is_over(parts[number]):
+                poll.unregister(number)
+                del reads[number]
+    return [b"".join(each) for each in parts.values()]
 
 
 def is_over(parts: list[bytes]) -> bool:

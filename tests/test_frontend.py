@@ -134,12 +134,12 @@ async def test_a_reader_of_the_whole_answer_wakes_once() -> None:
     mailbox = stream()
     reader = asyncio.create_task(mailbox.take(whole=True))
     await asyncio.sleep(0)
-    hear = mailbox._hear
+    hear = mailbox._hear_end
     for token in range(3):
         mailbox.push(token, None, False, None, 0.0)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert mailbox._hear is hear is not None
+        assert mailbox._hear_end is hear is not None
     mailbox.end("abort")
     output = await reader
     assert output is not None

@@ -21,6 +21,7 @@ class Events:
 
     def __init__(self) -> None:
         self.told: list[tuple[int, list[int]]] = []
+        self.entries: list[dict[str, Any]] = []
         self.begun, self.flows = False, False
         self.caught_up = asyncio.Event()
         self.caught_up.set()
@@ -32,16 +33,22 @@ class Events:
     def write_json(self, before: bytes, choice: bytes, behind: bytes) -> None:
         assert self.begun
         entry = orjson.loads(before + choice + behind)
+        self.entries.append(entry)
         self.told.append((entry["index"], entry["token_ids"]))
 
 
 class Case:
     """Some streams, and the task that writes them."""
 
-    def __init__(self, count: int, refused: Exception | None = None) -> None:
+    def __init__(
+        self,
+        count: int,
+        refused: Exception | None = None,
+        params: SamplingParams | None = None,
+    ) -> None:
         self.events = Events()
         self.streams = [
-            RequestStream(Transcript(str(i), [1], 0.0), None, SamplingParams())
+            RequestStream(Transcript(str(i), [1], 0.0), None, params or SamplingParams())
             for i in range(count)
         ]
         if refused is not None:
@@ -123,6 +130,16 @@ async def test_nothing_is_written_behind_the_end() -> None:
     told = len(case.events.told)
     assert await case.push(4) == []
     assert len(case.events.told) == told
+
+
+async def test_tokens_with_logprobs_are_told_with_them() -> None:
+    case = Case(1, params=SamplingParams(logprobs=0))
+    for token in (1, 2):
+        case.streams[0].push(token, None, False, [-0.5, [], []], 0.0)
+        for _ in range(4):
+            await asyncio.sleep(0)
+    assert [entry["logprobs"]["token_logprobs"] for entry in case.events.entries] == [[-0.5]] * 2
+    case.task.cancel()
 
 
 async def test_a_fault_in_writing_reaches_the_task() -> None:

@@ -186,7 +186,9 @@ class AsyncEngine:
         params.check_against(vocab, context)
         max_tokens = self._admission.check(ids, params)
         # More than all tokens keep all, and the number must fit a message.
-        params = replace(params, max_tokens=max_tokens, top_k=min(params.top_k, vocab))
+        top_k = min(params.top_k, vocab)
+        if (params.max_tokens, params.top_k) != (max_tokens, top_k):
+            params = replace(params, max_tokens=max_tokens, top_k=top_k)
         text = None if self.tokenizer is None else TextStream(self.tokenizer, params)
         transcript = Transcript(
             request_id, list(ids), arrival_s, pieces=None if text is None else []

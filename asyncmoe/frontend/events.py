@@ -41,9 +41,7 @@ class EventWriter:
     def flows(self) -> bool:
         """Whether events may be written now: the head is out and the client is not behind."""
         transport = self._transport
-        if transport is None or transport.is_closing():
-            return False
-        return transport.get_write_buffer_size() <= _ROOM_BYTES
+        return transport is not None and transport.get_write_buffer_size() <= _ROOM_BYTES
 
     async def open(self) -> None:
         """Wait until events may be written; the head goes out if it is not. Raises

@@ -63,9 +63,9 @@ class Answer:
         """`around`: the JSON before and behind the choice. `token_ids`: tokens without text are
         told as well."""
         self.stream = stream
-        self.told: RequestOutput | None = None  # the last item
+        self.told: RequestOutput | None = None  # the last item that was more than text and ids
         self.news: RequestOutput | None = None  # that is read and not told
-        self._choice, self._token_ids = choice, token_ids
+        self._choice, self._token_ids, self._mold = choice, token_ids, choice.mold()
         self._before, self._behind = around
 
     @property
@@ -91,6 +91,15 @@ class Answer:
         if output.delta or output.finish_reason or output.logprobs or self._token_ids:
             news = orjson.dumps(self._choice.news(output))
             events.write_json(self._before, news, self._behind)
+
+    def go_on(self, events: EventWriter) -> None:
+        """Read and tell what has come, where the stream is open and the answer not at its end."""
+        news = None if self.told is None else self.stream.plain_news()
+        if news is None:
+            self.look()
+            self.tell(events)
+        elif news[0] or self._token_ids:
+            events.write_json(self._before, self._mold.entry(*news), self._behind)
 
 
 class Live:
@@ -135,8 +144,7 @@ class Live:
             if answer.news is not None or answer.stream.ended or not self._events.flows:
                 self._needed.set()
             else:
-                answer.news = answer.stream.news()
-                answer.tell(self._events)
+                answer.go_on(self._events)
         except Exception as error:
             self._fault = error
             self._needed.set()

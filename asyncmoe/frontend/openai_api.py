@@ -8,10 +8,11 @@ fields that this server cannot honour are refused when they are set.
 from __future__ import annotations
 
 import reprlib
+import secrets
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from functools import lru_cache
 from http import HTTPStatus
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
@@ -19,6 +20,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from asyncmoe.errors import RequestError
+from asyncmoe.frontend.mold import Mold
 from asyncmoe.frontend.output import RequestOutput, TokenLogprob
 from asyncmoe.frontend.prompts import Prompt
 from asyncmoe.frontend.tokenizer import Tokenizer
@@ -90,10 +92,9 @@ class Body(BaseModel):
                 f"{CHOICES}",
                 "n",
             )
-        seeds: list[int | None] = [
-            None if params.seed is None else params.seed + j for j in range(n)
-        ]
-        return prompts, [replace(params, seed=seed) for seed in seeds]
+        if params.seed is None:
+            return prompts, [params] * n
+        return prompts, [replace(params, seed=params.seed + j) for j in range(n)]
 
 
 class CompletionBody(Body):
@@ -200,6 +201,9 @@ class Choice(Protocol):
     def news(self, output: RequestOutput) -> dict[str, Any]:
         """The entry of one item of a stream."""
 
+    def mold(self) -> Mold:
+        """`news` for items that are text and token ids only."""
+
     def whole(self, output: RequestOutput) -> dict[str, Any]:
         """The entry of a whole answer."""
 
@@ -217,6 +221,10 @@ class CompletionChoice:
     def news(self, output: RequestOutput) -> dict[str, Any]:
         """The new text of one item."""
         return self._entry(output, output.delta or "", output.new_token_ids)
+
+    def mold(self) -> Mold:
+        """See `Choice`."""
+        return _mold(CompletionChoice, self._index, self._token_ids)
 
     def whole(self, output: RequestOutput) -> dict[str, Any]:
         """The whole text."""
@@ -265,6 +273,10 @@ class ChatChoice:
         delta = {"content": output.delta} if output.delta else {}
         return self._entry(output, {"delta": delta}, output.new_token_ids)
 
+    def mold(self) -> Mold:
+        """See `Choice`."""
+        return _mold(ChatChoice, self._index, self._token_ids)
+
     def whole(self, output: RequestOutput) -> dict[str, Any]:
         """The whole message."""
         message = {"role": "assistant", "content": output.text or "", "refusal": None}
@@ -301,6 +313,12 @@ class ChatChoice:
         return {"token": text, "logprob": logprob, "bytes": None if raw is None else list(raw)}
 
 
+@lru_cache(maxsize=256)
+def _mold(kind: type[CompletionChoice] | type[ChatChoice], index: int, token_ids: bool) -> Mold:
+    """The same for every request: nothing of one is in it."""
+    return Mold(kind(index, None, token_ids).news)
+
+
 def token_text(tokenizer: Tokenizer | None, token_id: int) -> str:
     """One token as text; its id in words for a checkpoint without a tokenizer."""
     return (
@@ -317,7 +335,7 @@ class Envelope:
         prefix = "cmpl" if kind == "text_completion" else "chatcmpl"
         self._kind = kind
         self._model = model
-        self.id = f"{prefix}-{uuid.uuid4().hex}"
+        self.id = f"{prefix}-{secrets.token_hex(16)}"
         self._created = int(time.time())
 
     def whole(self, choices: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:

@@ -36,8 +36,8 @@ class RequestStream:
         self._finish_taken = False
         self._stop_reason: int | str | None = None
         self._error: Exception | None = None
-        self._hear: Callable[[], None] | None = None
-        self._hears_tokens = False
+        self._hear_token: Callable[[], None] | None = None
+        self._hear_end: Callable[[], None] | None = None
 
     def push(
         self,
@@ -66,27 +66,27 @@ class RequestStream:
             self.end("stop")
         elif finish is not None:
             self.end(finish)
-        else:
-            self._wake()
+        elif self._hear_token is not None:
+            self._hear_token()
 
     def end(self, finish: FinishReason) -> None:
         """The request is over. The first end counts."""
         if not self.ended:
             self._finish, self.ended = finish, True
-            self._wake()
+            self._tell_end()
 
     def fail(self, error: Exception) -> None:
         """The request has no answer: the reader gets `error`. The first end counts."""
         if not self.ended:
             self._error, self.ended = error, True
-            self._wake()
+            self._tell_end()
 
     def listen(self, hear: Callable[[], None] | None, *, tokens: bool = True) -> None:
         """`hear` is called whenever there is news; with `tokens` False, only of the end.
 
         It is called in the middle of a step, so it must be quick, and leave the engine alone.
         """
-        self._hear, self._hears_tokens = hear, tokens
+        self._hear_token, self._hear_end = hear if tokens else None, hear
 
     def news(self) -> RequestOutput | None:
         """What came since the last item; None if nothing did, or that was the last one.
@@ -98,6 +98,15 @@ class RequestStream:
         if self._finish_taken or not self.has_news:
             return None
         return self._make_output()
+
+    def plain_news(self) -> tuple[str, list[int]] | None:
+        """Text and token ids that came since the last item, as cheaply as can be; None if nothing
+        did, or if there is more to it than that, which `news` returns."""
+        if self.ended or self._params.logprobs is not None or not self.has_news:
+            return None
+        self._decode()
+        text, ids = self._take_new()
+        return text or "", ids
 
     async def take(self, *, whole: bool) -> RequestOutput | None:
         """Wait for news and return it; None once the last item has been taken.
@@ -119,9 +128,9 @@ class RequestStream:
         """Whether there are tokens that were not taken, or the end has come."""
         return self.ended or len(self.transcript.token_ids) > self._taken_tokens
 
-    def _wake(self) -> None:
-        if self._hear is not None and (self._hears_tokens or self.ended):
-            self._hear()
+    def _tell_end(self) -> None:
+        if self._hear_end is not None:
+            self._hear_end()
 
     def _decode(self) -> bool:
         """Make the text of all tokens so far. Returns True if a stop string was completed."""
@@ -144,14 +153,11 @@ class RequestStream:
             if self._text.stopped is not None:  # completed by what was held back until the end
                 self._finish, self._stop_reason = "stop", self._text.stopped
         self._finish_taken = self._finish is not None
-        first_token, first_piece = self._taken_tokens, self._taken_pieces
-        self._taken_tokens = len(transcript.token_ids)
-        pieces = transcript.pieces
-        self._taken_pieces = 0 if pieces is None else len(pieces)
+        delta, new_token_ids = self._take_new()
         logprobs, self._logprobs = self._logprobs, []
         return RequestOutput(
-            delta=None if pieces is None else "".join(pieces[first_piece:]),
-            new_token_ids=transcript.token_ids[first_token:],
+            delta=delta,
+            new_token_ids=new_token_ids,
             logprobs=logprobs if self._params.logprobs is not None else None,
             finish_reason=self._finish,
             stop_reason=self._stop_reason,
@@ -159,6 +165,15 @@ class RequestStream:
             tokens_so_far=self._taken_tokens,
             pieces_so_far=self._taken_pieces,
         )
+
+    def _take_new(self) -> tuple[str | None, list[int]]:
+        """Text and ids that were not taken, which they are now."""
+        ids, pieces = self.transcript.token_ids, self.transcript.pieces
+        first_token, self._taken_tokens = self._taken_tokens, len(ids)
+        if pieces is None:
+            return None, ids[first_token:]
+        first_piece, self._taken_pieces = self._taken_pieces, len(pieces)
+        return "".join(pieces[first_piece:]), ids[first_token:]
 
 
 def _wake_up(waiter: asyncio.Future[None]) -> None:

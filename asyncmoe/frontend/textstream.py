@@ -95,15 +95,19 @@ class ByteDetokenizer:
 
     def __init__(self, bytes_of: Mapping[int, bytes]) -> None:
         self._bytes_of = bytes_of
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._begun = b""  # the first bytes of a character
 
     def push(self, token: int) -> str:
         """See `Detokenizer`."""
-        return self._decode(self._bytes_of[token])
+        data = self._begun + self._bytes_of[token]
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        self._begun = data[used:]
+        return text
 
     def flush(self) -> str:
         """See `Detokenizer`."""
-        return self._decode(b"", True)
+        begun, self._begun = self._begun, b""
+        return begun.decode(errors="replace")
 
 
 class StopMatcher:
