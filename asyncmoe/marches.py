@@ -201,7 +201,8 @@ class Marches:
                     self._let_go()
             case "go" if self._state is _State.READY and message.number == self._number:
                 self._go()
-            case "go" if self._closed:
+            # A leader that loses a rank while it lets all go has cancelled the march for the rest.
+            case "go" if self._closed or message.number <= self._cancelled:
                 self._leave(message.number)  # the others must not wait for this rank
             case "go":
                 raise ProtocolError(f"march {message.number} begins, but {self._number} is ready")

@@ -265,6 +265,8 @@ class Rank:
             case Muster():
                 if self._marches is not None:
                     self._marches.hear(source, message)
+                    if self.queues.total:  # rows that were kept back have been let go
+                        self.executor.notify()
             case StatsRequest():
                 self.emit(Stats(self.stats()))
             case Shutdown():

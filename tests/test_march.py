@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from asyncmoe import native
+from asyncmoe.executor import Executor
 from asyncmoe.march import march_bytes
+from asyncmoe.messages import Abort, Muster
 from asyncmoe.model import Model
 from asyncmoe.models.decoder import Decoder
 from asyncmoe.sampler import BAD_LOGITS
@@ -249,6 +251,48 @@ async def test_requests_come_and_go_while_others_march(
             assert rank.stats()["running_requests"] == 0
             assert rank.stats()["free_kv_blocks"] == rank.stats()["kv_blocks"]
     assert sum(count for _, count in steps) > 200
+
+
+async def test_a_march_whose_requests_leave_before_it_begins_ends_at_once(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner, aborted = Executor.march, set[int]()
+
+    async with cluster(2, **config(checkpoint)) as engine:
+
+        def march(self: Executor, take: Any, together: Any) -> None:
+            rank = engine.ranks[request % 2]
+            if self is rank.executor and request not in aborted:
+                aborted.add(request)
+                asyncio.get_running_loop().call_soon(rank._handle, 0, Abort(request))
+            inner(self, take, together)
+
+        monkeypatch.setattr(Executor, "march", march)
+        for request in range(4):
+            assert engine.submit(PROMPTS[2], home=request % 2, max_tokens=60) == request
+            await engine.ended(request)
+            assert engine.end[request] == "aborted"
+            await engine.settled()
+            await engine.until_true(lambda: not any(r.executor.computing for r in engine.ranks))
+
+
+async def test_rows_that_were_kept_back_go_on_when_the_march_is_cancelled(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with cluster(2, **config(checkpoint)) as engine:
+        leader, rank = engine.ranks[0]._marches, engine.ranks[1]
+        assert leader is not None
+        monkeypatch.setattr(leader, "_send", lambda to, message: None)  # neither call nor go
+        request = engine.submit(PROMPTS[2], home=1, max_tokens=400)
+        await engine.until(lambda: len(engine.tokens[request]) > 4)
+        marches: Any = rank._marches
+        rank._handle(0, Muster("call", 1))
+        await engine.until_true(lambda: len(marches._kept) == 1)
+        await asyncio.sleep(0.05)  # nothing else wakes the rank
+        rank._handle(0, Muster("cancel", 1))
+        await asyncio.wait_for(engine.ended(request), 20)
+        assert len(engine.tokens[request]) == 400
+        assert marched(engine) == [0, 0]
 
 
 async def test_a_march_that_fails_on_one_rank_is_broken_off_by_all(

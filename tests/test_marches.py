@@ -275,6 +275,69 @@ def test_a_go_that_comes_late_is_left_at_once() -> None:
     assert set(ranks.under_way) == {0}
 
 
+@pytest.mark.parametrize("lost", [1, 3])
+def test_a_rank_that_is_lost_when_all_may_go_keeps_nobody_waiting(lost: int) -> None:
+    ranks = Ranks(4)
+    chunks = [ranks.start(rank, 1) for rank in range(4)]
+    ranks.deliver_all()
+    for rank in (1, 2, 3, 0):
+        ranks.step(rank)
+    ranks.lost.add(lost)
+    for rank in (1, 2, 3):
+        ranks.deliver(rank, 0)  # ready
+    others = {0, 1, 2, 3} - {lost}
+    ranks.links[0, lost].clear()
+    ranks.deliver_all()
+    assert set(ranks.under_way) | ranks.left[2] == others  # nobody waits for any but the lost one
+    assert 0 in ranks.under_way
+    for rank in list(ranks.under_way):
+        ranks.end_march(rank, agreed=False)
+    ranks.settle()
+    assert not ranks.under_way
+    assert all(ranks.homes[rank].in_layers == chunks[rank] for rank in others)
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_call_that_does_not_reach_a_lost_rank_keeps_no_rows_back(lost: int) -> None:
+    ranks = Ranks(3)
+    ranks.deliver_all()
+    chunks = ranks.start(3 - lost, 1)
+    ranks.step(3 - lost)
+    ranks.lost.add(lost)
+    ranks.settle()
+    assert not ranks.begun
+    assert ranks.homes[3 - lost].in_layers == chunks
+
+
+def test_rows_that_leave_between_ready_and_go_are_not_in_the_march() -> None:
+    ranks = Ranks(2)
+    chunks = ranks.start(1, 2)
+    ranks.step(1)  # is able
+    ranks.deliver_all()
+    ranks.step(1)
+    ranks.deliver(1, 0)  # ready: it may go
+    ranks.end_request(1, chunks[0])
+    ranks.deliver_all()
+    assert ranks.under_way == {0: (1, []), 1: (1, chunks[1:])}
+
+
+def test_a_request_that_leaves_before_its_memory_is_free_is_waited_for() -> None:
+    ranks = Ranks(2)
+    first, second = ranks.start(1, 2)
+    ranks.step(1)  # is able
+    ranks.deliver_all()
+    home = ranks.homes[1]
+    home.in_layers.remove(first)
+    ranks.marches[1].leaves(first)  # a stage that runs still reads its memory
+    ranks.step(1)
+    ranks.deliver_all()
+    assert not ranks.under_way
+    home.decoding.remove(first)
+    ranks.marches[1].look()
+    ranks.deliver_all()
+    assert ranks.under_way == {0: (1, []), 1: (1, [second])}
+
+
 def test_words_from_the_wrong_rank_are_refused() -> None:
     ranks = Ranks(3)
     for word in ("able", "unable", "ready"):

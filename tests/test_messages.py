@@ -120,8 +120,14 @@ def test_bytes_are_a_message_or_a_protocol_error(data: bytes) -> None:
         b'["Admit", {"request_id": 1, "prompt": [18446744073709551615], "sampling": {}}]',
         b'["Admit", {"request_id": 1e300, "prompt": [1], "sampling": {}}]',
         b"[" * 100_000,
+        b'["Muster", {"word": "charge"}]',
+        b'["Muster", {"word": "go\\n"}]',
+        b'["Muster", {"number": 1}]',
+        b'["Muster", {"word": "go", "number": -1}]',
+        b'["Muster", {"word": "go", "number": 4294967296}]',
+        b'["Muster", {"word": "able", "rows": 1.5}]',
     ],
-    ids=["columns", "token", "number", "depth"],
+    ids=["columns", "token", "number", "depth", *["word"] * 3, *["march"] * 2, "rows"],
 )
 def test_values_that_later_code_could_not_hold_are_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="not understood"):

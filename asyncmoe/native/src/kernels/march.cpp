@@ -129,6 +129,7 @@ bool March::agree(bool stops) {
         rows_[other] = static_cast<int64_t>(rows);
         has_ended_ = has_ended_ || read(theirs, kStops) != 0;
     }
+    has_ended_ = has_ended_ || all_rows() == 0;  // all have left meanwhile: nobody would end it
     return !has_ended_;
 }
 
