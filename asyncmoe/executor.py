@@ -26,6 +26,7 @@ from asyncmoe.bell import make_bell
 from asyncmoe.company import Company
 from asyncmoe.device import Device, Done, Submit
 from asyncmoe.herald import Herald
+from asyncmoe.march import March, Together
 from asyncmoe.microqueue import Queues, are_plain
 from asyncmoe.passage import Passage, Passed
 from asyncmoe.policy import BatchPolicy
@@ -37,7 +38,6 @@ from asyncmoe.steps import AttentionStep, ExpertStep, HeadStep
 if TYPE_CHECKING:
     from asyncmoe.attentionstages import AttentionStages
     from asyncmoe.expertstages import ExpertStages
-    from asyncmoe.march import Together
 
 Step = AttentionStep | ExpertStep | HeadStep | Passage
 DEPTH = 2
@@ -187,6 +187,11 @@ class Executor:
             self._after.append((self._over + len(self._running), callback))
         else:
             callback()
+
+    def count(self) -> None:
+        """The times of this rank have what its device has done in a march up to now."""
+        if self._running and isinstance(self._running[0], March):
+            self._running[0].tally.tell(self._times)
 
     def watch(self) -> None:
         """Take all batches through `Stages.prepare` and `finish` from now on, where somebody who
@@ -401,6 +406,8 @@ class Executor:
     def _passed(self, step: Step, result: Any, compute_s: float) -> None:
         """Count the stages that a piece of device work covered."""
         rows = step.row_count
+        if isinstance(step, March):
+            step.tally.tell(self._times)
         if not isinstance(result, Passed):
             self._times.kinds[step.kind].add(rows, compute_s)
             if self._company is not None:

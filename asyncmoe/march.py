@@ -10,12 +10,14 @@ through the queues, bit for bit. When ranks march, and when they stop, is in `ma
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncmoe.passage import Passage, Passed
+from asyncmoe.stage import Kind
+from asyncmoe.stats import RankTimes
 from asyncmoe.transport import Common
 from asyncmoe.walk import Walk
 
@@ -77,6 +79,27 @@ def _address(memory: memoryview) -> int:
     return np.frombuffer(memory, np.uint8).ctypes.data
 
 
+class Tally:
+    """What a rank has computed in a march, for its own rows and for those of others.
+
+    The compute thread counts while the loop reads: each number is whole, and grows.
+    """
+
+    def __init__(self) -> None:
+        self.counts = np.zeros((2, len(Kind)), np.int64)  # batches, rows; by kind of stage
+        self.seconds = np.zeros(len(Kind) + 1)  # of compute, by kind of stage; then waited
+        self._counted = self.counts.copy(), self.seconds.copy()
+
+    def tell(self, times: RankTimes) -> None:
+        """Add what `times` does not have yet."""
+        now = self.counts.copy(), self.seconds.copy()
+        (batches, rows), seconds = now[0] - self._counted[0], now[1] - self._counted[1]
+        self._counted = now
+        for kind in Kind:
+            times.kinds[kind].add(int(rows[kind]), float(seconds[kind]), int(batches[kind]))
+        times.march_wait_s += float(seconds[-1])
+
+
 @dataclass(frozen=True, slots=True)
 class Together:
     """Which march."""
@@ -89,9 +112,13 @@ class Together:
 
 @dataclass(slots=True, kw_only=True)
 class March(Passage):
-    """The part of one rank, as a piece of work for its device. `first` is A0 of all its rows."""
+    """The part of one rank, as a piece of work for its device. `first` is A0 of all its rows.
+
+    The stages that it passes are in its `tally`.
+    """
 
     together: Together
+    tally: Tally = field(default_factory=Tally)
     _agreed: bool = False
 
     def is_over(self) -> None:
@@ -108,11 +135,14 @@ class March(Passage):
             )
             with self.herald.held():
                 layers, turn, self._agreed = first.model.march(
-                    walk, first.cache, self.local, together.fellows, together.number
+                    walk, first.cache, self.local, together.fellows, together.number, self.tally
                 )
         finally:
             if not self._agreed:
                 together.fellows.leave(together.number)
         if layers < self.end or not self.row_count:
             return Passed(0, None, [])
-        return Passed(None, walk.sampled(turn), walk.stages(turn))
+        return self._step_of(walk, turn)
+
+    def _step_of(self, walk: Walk, turn: int) -> Passed:
+        return Passed(None, walk.sampled(turn), [])

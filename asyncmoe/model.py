@@ -13,7 +13,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from asyncmoe.checkpoint import WeightSource
-    from asyncmoe.march import Fellows
+    from asyncmoe.march import Fellows, Tally
     from asyncmoe.walk import Walk
 
 
@@ -247,7 +247,13 @@ class Model(ABC):
         raise NotImplementedError
 
     def march(
-        self, walk: Walk, cache: Cache, local: Sequence[Tensor], fellows: Fellows, number: int
+        self,
+        walk: Walk,
+        cache: Cache,
+        local: Sequence[Tensor],
+        fellows: Fellows,
+        number: int,
+        tally: Tally,
     ) -> tuple[int, int, bool]:
         """A walk whose experts are those of several ranks, which walk at the same time.
 
@@ -256,6 +262,7 @@ class Model(ABC):
         Args:
             local: see `local_experts`; negative for experts that are not here.
             number: of the march, which is greater than that of any before.
+            tally: is kept up to date.
 
         Returns:
             As `walk`, but for the residual: the layers are all, or none. And whether it ended as

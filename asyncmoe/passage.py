@@ -73,7 +73,7 @@ class Passage:
         turn = None if walk is None else walk.unheard()
         if walk is None or turn is None:
             return None
-        return Passed(None, walk.sampled(turn), walk.stages(turn))
+        return self._step_of(walk, turn)
 
     def heard(self) -> None:
         """On the loop: what it was told of has been seen to."""
@@ -138,7 +138,10 @@ class Passage:
     def _walk_on(self, walk: Walk) -> Passed:
         with self.herald.held():
             x, layers, turn = self.first.model.walk(walk, self.first.cache, self.local)
-        stages = walk.stages(turn)
         if layers < self.end:
-            return self._leave(layers, x, stages[: 2 * layers])
-        return Passed(None, walk.sampled(turn), stages)
+            return self._leave(layers, x, walk.stages(turn)[: 2 * layers])
+        return self._step_of(walk, turn)
+
+    def _step_of(self, walk: Walk, turn: int) -> Passed:
+        """A whole step of a walk."""
+        return Passed(None, walk.sampled(turn), walk.stages(turn))

@@ -293,9 +293,10 @@ class Rank:
     def stats(self) -> dict[str, Any]:
         """Counters and gauges of this rank by name."""
         cpu, outboxes = resource.getrusage(resource.RUSAGE_THREAD), self._dispatcher.outboxes
+        self.executor.count()
         out: dict[str, Any] = {
             **self.times.values(),
-            "busy_s": self.device.busy_s(),
+            "busy_s": self.device.busy_s() - self.times.march_wait_s,
             "loop_s": self._loop.time(),
             "loop_user_s": cpu.ru_utime,
             "loop_system_s": cpu.ru_stime,

@@ -20,9 +20,9 @@ class KindTimes:
     prepare_s: float = 0.0  # CPU time on the loop: choose, take, gather columns
     finish_s: float = 0.0  # CPU time on the loop: route, post parcels, move chunks on
 
-    def add(self, rows: int, compute_s: float) -> None:
-        """A batch of `rows` rows has been computed."""
-        self.batches += 1
+    def add(self, rows: int, compute_s: float, batches: int = 1) -> None:
+        """Batches of `rows` rows in all have been computed."""
+        self.batches += batches
         self.rows += rows
         self.compute_s += compute_s
 
@@ -34,6 +34,7 @@ class RankTimes:
     kinds: dict[Kind, KindTimes] = field(default_factory=lambda: {k: KindTimes() for k in Kind})
     receive_s: float = 0.0  # CPU time on the loop: parcels taken in
     received_parcels: int = 0
+    march_wait_s: float = 0.0  # of device work: marches that waited for other ranks
     clock: Callable[[], float] = time.thread_time  # by which CPU time is measured
 
     def values(self) -> dict[str, Any]:
@@ -41,6 +42,7 @@ class RankTimes:
         out: dict[str, Any] = {
             "receive_s": self.receive_s,
             "received_parcels": self.received_parcels,
+            "march_wait_s": self.march_wait_s,
         }
         for kind, times in self.kinds.items():
             for name in KindTimes.__slots__:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from asyncmoe.checkpoint import WeightSource
-from asyncmoe.march import Fellows
+from asyncmoe.march import Fellows, Tally
 from asyncmoe.model import Cache, ExpertBatch, LoadPlan, Model, ModelSpec, Routed, RowBatch
 from asyncmoe.models.blueprint import Blueprint, ExpertNames
 from asyncmoe.models.hfconfig import ConfigReader
@@ -281,9 +281,15 @@ class Decoder(Model):
         return self._walker(walk).walk(cache, local)
 
     def march(
-        self, walk: Walk, cache: Cache, local: Sequence[Tensor], fellows: Fellows, number: int
+        self,
+        walk: Walk,
+        cache: Cache,
+        local: Sequence[Tensor],
+        fellows: Fellows,
+        number: int,
+        tally: Tally,
     ) -> tuple[int, int, bool]:
-        return self._walker(walk).march(cache, local, fellows, number)
+        return self._walker(walk).march(cache, local, fellows, number, tally)
 
     def _walker(self, walk: Walk) -> Walker:
         assert self._whole is not None

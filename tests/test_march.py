@@ -133,6 +133,33 @@ async def test_ranks_without_requests_march_along(
     assert {rows for rows, _ in steps} == {0, 1}
 
 
+async def test_a_march_counts_what_each_rank_computes_for_all(checkpoint: Path) -> None:
+    async def spent(marches: bool) -> list[dict[str, Any]]:
+        async with cluster(2, **config(checkpoint, engine__marches=marches)) as engine:
+            await answers(engine, 0, 2, home=0)
+            found = [rank.stats() for rank in engine.ranks]
+            request = engine.submit(PROMPTS[4], home=0, max_tokens=400)
+            await engine.until(lambda: len(engine.tokens[request]) > 50)
+            meanwhile = [rank.stats() for rank in engine.ranks]  # of ranks that march
+            await engine.ended(request)
+            assert all(
+                now["expert_rows"] > was["expert_rows"]
+                for now, was in zip(meanwhile, found, strict=True)
+            )
+            return found
+
+    together, apart = await spent(True), await spent(False)
+    for here, there in zip(together, apart, strict=True):
+        for name in ("attention_rows", "expert_rows"):
+            assert here[name] == there[name]
+        assert here["expert_batches"] <= there["expert_batches"]
+        assert 0 < here["expert_compute_s"] < here["busy_s"]
+        assert here["head_compute_s"] > 0
+        assert here["march_wait_s"] > 0
+        assert here["busy_s"] < here["loop_s"] - here["march_wait_s"]
+        assert there["march_wait_s"] == 0
+
+
 async def test_a_request_that_ends_by_a_token_ends_there(checkpoint: Path) -> None:
     async with cluster(2, **config(checkpoint, engine__marches=False)) as engine:
         expected = await answers(engine, 0, 2)
@@ -300,10 +327,10 @@ async def test_a_march_that_fails_on_one_rank_is_broken_off_by_all(
 ) -> None:
     inner = Decoder.march
 
-    def fail(self: Decoder, walk: Any, cache: Any, local: Any, fellows: Any, number: int) -> Any:
-        if fellows.rank == 1 and number == 1:
+    def fail(self: Decoder, walk: Any, cache: Any, local: Any, fellows: Any, *others: Any) -> Any:
+        if fellows.rank == 1 and others[0] == 1:
             raise RuntimeError("a rank out of step")
-        return inner(self, walk, cache, local, fellows, number)
+        return inner(self, walk, cache, local, fellows, *others)
 
     monkeypatch.setattr(Decoder, "march", fail)
     async with cluster(2, **config(checkpoint)) as engine:
@@ -330,9 +357,11 @@ async def test_what_a_rank_finds_in_the_memory_of_another_is_checked(
 ) -> None:
     inner = Decoder.march
 
-    def march(self: Decoder, walk: Any, cache: Any, local: Any, fellows: Any, number: int) -> Any:
+    def march(
+        self: Decoder, walk: Any, cache: Any, local: Any, fellows: Any, number: int, tally: Any
+    ) -> Any:
         if fellows.rank == 0:
-            return inner(self, walk, cache, local, fellows, number)
+            return inner(self, walk, cache, local, fellows, number, tally)
         half = fellows._commons[0].mine.cast("Q")
         half[2], half[3], half[0] = rows, 0, (number << 32) + 1  # rows, goes on, first note
         choices = (64 + 8 * 256) // 8  # behind 8 rows of hidden 64, float32

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncmoe.march import Fellows
+from asyncmoe.march import Fellows, Tally
 from asyncmoe.model import Cache
 from asyncmoe.models.layers.homelayer import WholeLayers
 from asyncmoe.models.layers.linear import Linear
@@ -80,7 +80,7 @@ class Walker:
         return self._x, layers, turn
 
     def march(
-        self, cache: Cache, local: Sequence[Tensor], fellows: Fellows, number: int
+        self, cache: Cache, local: Sequence[Tensor], fellows: Fellows, number: int, tally: Tally
     ) -> tuple[int, int, bool]:
         """See `Model.march`."""
         memory = self._memory(cache, local)
@@ -98,6 +98,8 @@ class Walker:
             owner=fellows.owner.ctypes.data,
             ids=fellows.owner.shape[1],
             broken=fellows.broken.ctypes.data,
+            counts=tally.counts.ctypes.data,
+            seconds=tally.seconds.ctypes.data,
         )
         return layers, turn, agreed
 

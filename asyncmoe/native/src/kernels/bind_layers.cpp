@@ -38,7 +38,8 @@ std::pair<int64_t, int64_t> walk_through(const Walk& walk, const Layers& layers,
 std::tuple<int64_t, int64_t, bool> march(
     const Walk& walk, const Layers& layers, uintptr_t memory, uintptr_t x, int64_t steps,
     int64_t number, int64_t rank, const std::vector<std::pair<uintptr_t, uintptr_t>>& halves,
-    int64_t half_bytes, int64_t rows, uintptr_t owner, int64_t ids, uintptr_t broken) {
+    int64_t half_bytes, int64_t rows, uintptr_t owner, int64_t ids, uintptr_t broken,
+    uintptr_t counts, uintptr_t seconds) {
     if (layers.count() == 0) throw std::invalid_argument("a march goes through layers");
     std::vector<Fellow> fellows;
     for (const auto& [mine, theirs] : halves)
@@ -46,8 +47,10 @@ std::tuple<int64_t, int64_t, bool> march(
     const MarchForm form{rows, layers.all[0].row_bytes(), layers.all[0].top_k()};
     if (form.bytes() > half_bytes)
         throw std::invalid_argument("the memory for a march is too small");
+    const Tally tally{at<int64_t>(counts), at<int64_t>(counts) + 3, at<double>(seconds),
+                      at<double>(seconds) + 3};
     March made(number, rank, std::move(fellows), form, at<const uint16_t>(owner), ids,
-               at<const unsigned char>(broken));
+               at<const unsigned char>(broken), tally);
     const Walk::End end =
         made.run(walk, layers, at<const LayerMemory>(memory), at<void>(x), steps);
     return {end.layers, end.turn, made.has_ended()};
@@ -99,9 +102,10 @@ void bind_layers(py::module_& m) {
     m.def("march", &march, py::arg("walk"), py::arg("layers"), py::arg("memory"), py::arg("x"),
           py::arg("steps"), py::arg("number"), py::arg("rank"), py::arg("halves"),
           py::arg("half_bytes"), py::arg("rows"), py::arg("owner"), py::arg("ids"), py::arg("broken"),
-          py::call_guard<py::gil_scoped_release>(),
+          py::arg("counts"), py::arg("seconds"), py::call_guard<py::gil_scoped_release>(),
           "Steps of a walk together with other ranks; see march.h. halves: by rank, the address of "
-          "this rank's and of the other's. Returns what a walk does, and whether it ended as agreed.");
+          "this rank's and of the other's. counts: int64 [2, 3] and seconds: float64 [4] of a tally. "
+          "Returns what a walk does, and whether it ended as agreed.");
     py::class_<HomeLayer>(m, "HomeLayer", "Norm, attention, norm and router of one decoder layer.")
         .def(py::init([](uintptr_t norm, float norm_eps, const LinearLayer& qkv,
                          const AttentionKernel& attention, const LinearLayer& out,

@@ -70,7 +70,7 @@ struct Workspace {
 }  // namespace
 
 March::March(int64_t number, int64_t rank, std::vector<Fellow> fellows, const MarchForm& form,
-             const uint16_t* owner, int64_t ids, const unsigned char* broken)
+             const uint16_t* owner, int64_t ids, const unsigned char* broken, const Tally& tally)
     : number_(static_cast<uint64_t>(number)),
       rank_(rank),
       fellows_(std::move(fellows)),
@@ -78,6 +78,7 @@ March::March(int64_t number, int64_t rank, std::vector<Fellow> fellows, const Ma
       owner_(owner),
       ids_(ids),
       broken_(broken),
+      tally_(tally),
       rows_(fellows_.size()),
       notes_(number_ << 32) {
     const auto size = static_cast<int64_t>(fellows_.size());
@@ -105,8 +106,8 @@ Walk::End March::run(const Walk& walk, const Layers& layers, const LayerMemory* 
                      int64_t steps) {
     check(walk, layers);
     rows_[rank_] = walk.rows.rows;
-    const auto through = [&](void* rows, double* seconds) {
-        return pass(walk, layers, memory, rows, seconds) ? layers.count() : 0;
+    const auto through = [&](void* rows, double*) {
+        return pass(walk, layers, memory, rows) ? layers.count() : 0;
     };
     return walk.run(steps, layers.count(), x, walk.is_wanted(), *this, through);
 }
@@ -133,29 +134,27 @@ bool March::agree(bool stops) {
     return !has_ended_;
 }
 
-bool March::pass(const Walk& walk, const Layers& layers, const LayerMemory* memory, void* x,
-                 double* seconds) {
+bool March::pass(const Walk& walk, const Layers& layers, const LayerMemory* memory, void* x) {
     const int64_t own_rows = walk.rows.rows;
     for (int64_t i = 0; i < layers.count(); ++i) {
         const PassageLayer& layer = layers.all[i];
         const HomeResult own = layer.results(own_rows);
-        const double begin_s = now_s();
+        const Lap home = lap();
         if (own_rows > 0)
             home_layer(layer.home, walk.rows, x, walk.positions, memory[i].store(), own);
         hand_out(own.hidden, MarchForm::kHead, form_.row_bytes);
         hand_out(own.experts, form_.experts_at(), form_.top_k * 8);
         hand_out(own.weights, form_.weights_at(), form_.top_k * 4);
         note();
-        const double middle_s = now_s();
+        tally_.add(Tally::kAttention, own_rows, worked_s(home));
+        const Lap experts = lap();
         if (!await()) return false;
-        const double again_s = now_s();
         const Gathered all = gather_rows(own);
         sum(layer, memory[i], all);
         hand_back(all.sums, form_.row_bytes);
-        const double over_s = now_s();
         if (!await()) return false;
-        seconds[2 * i] = middle_s - begin_s, seconds[2 * i + 1] = over_s - again_s;
         merge_parts(own, owner_ + i * ids_, all, layer.home.bf16(), x);
+        tally_.add(Tally::kExpert, rows_here(all, memory[i]), worked_s(experts));
     }
     return true;
 }
@@ -207,6 +206,16 @@ void March::sum(const PassageLayer& layer, const LayerMemory& memory, const Gath
                    /*all_here=*/false, nullptr, all.sums);
 }
 
+// How many of all rows have an expert here.
+int64_t March::rows_here(const Gathered& all, const LayerMemory& memory) const {
+    const int64_t k = form_.top_k;
+    int64_t found = 0;
+    for (int64_t i = 0; i < all.rows; ++i)
+        found += std::any_of(all.experts + i * k, all.experts + (i + 1) * k,
+                             [&](int64_t id) { return memory.local_ids()[id] >= 0; });
+    return found;
+}
+
 // To each rank what `all` has for its rows.
 void March::hand_back(const void* all, int64_t row_bytes) {
     const char* next = static_cast<const char*>(all);
@@ -248,6 +257,7 @@ void March::merge_parts(const HomeResult& own, const uint16_t* owner, const Gath
 // Each rank reads its share of the head, for the rows of all.
 bool March::speak(const Walk& walk, const void* x, int64_t* chosen) {
     Workspace& space = Workspace::mine();
+    const Lap begin = lap();
     const int64_t rows = all_rows(), ranks = static_cast<int64_t>(fellows_.size());
     const LinearLayer& head = walk.tongue.head;
     const int64_t panels = head.weight.panels();
@@ -280,6 +290,7 @@ bool March::speak(const Walk& walk, const void* x, int64_t* chosen) {
             throw std::out_of_range("a rank has found a token that is none");
         walk.choose(i, is_bad ? -1 : most.token, chosen);
     }
+    tally_.add(Tally::kHead, rows, worked_s(begin));
     return true;
 }
 
@@ -291,17 +302,23 @@ void March::note() {
 
 // Whether all others have left as many notes, and so may be read.
 bool March::await() const {
-    for (const Fellow& fellow : fellows_) {
-        if (fellow.theirs == nullptr) continue;
-        int looks = 0;
-        while (read(fellow.theirs, kNote) < notes_) {
-            if (is_broken() || read(fellow.theirs, kLeft) == number_) return false;
-            if (looks == kPatience) {
-                sched_yield();
-            } else {
-                ++looks;
-                cpu_relax();
-            }
+    const double begin_s = now_s();
+    const bool all = std::all_of(fellows_.begin(), fellows_.end(), [this](const Fellow& fellow) {
+        return fellow.theirs == nullptr || sees_notes(fellow.theirs);
+    });
+    *tally_.waited_s += now_s() - begin_s;
+    return all;
+}
+
+bool March::sees_notes(const char* theirs) const {
+    int looks = 0;
+    while (read(theirs, kNote) < notes_) {
+        if (is_broken() || read(theirs, kLeft) == number_) return false;
+        if (looks == kPatience) {
+            sched_yield();
+        } else {
+            ++looks;
+            cpu_relax();
         }
     }
     return true;

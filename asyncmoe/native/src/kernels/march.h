@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "clock.h"
 #include "layers.h"
 #include "walk.h"
 
@@ -38,6 +39,22 @@ struct Fellow {
     const char* theirs;
 };
 
+// What a rank has computed in a march: sums by kind of stage, in its order on the chain. The loop
+// reads them meanwhile.
+struct Tally {
+    enum Kind { kAttention, kExpert, kHead };
+    int64_t *batches, *rows;  // [3]
+    double* seconds;          // [3]
+    double* waited_s;         // for other ranks
+
+    // A piece of work on so many rows, which may be none.
+    void add(Kind kind, int64_t count, double more_s) const {
+        batches[kind] += count > 0;
+        rows[kind] += count;
+        seconds[kind] += more_s;
+    }
+};
+
 // One march on one rank. Every rank of it leaves the same notes in the same order, and reads what
 // stands behind a note once it is there. It writes there again only when all have answered with
 // their next one, so that nobody's memory changes while it is read.
@@ -47,7 +64,7 @@ class March {
     // `owner`: [layers, ids] rank of each expert. `broken`: set from elsewhere once it is to be
     // broken off at once. Throws std::invalid_argument.
     March(int64_t number, int64_t rank, std::vector<Fellow> fellows, const MarchForm& form,
-          const uint16_t* owner, int64_t ids, const unsigned char* broken);
+          const uint16_t* owner, int64_t ids, const unsigned char* broken, const Tally& tally);
 
     // Decode steps of `walk` from its tokens [0] on, the columns of which are one behind, until a
     // rank stops. Of a march that was broken off, or that another rank has ended, no layer of the
@@ -74,8 +91,16 @@ class March {
         char* sums;
     };
 
-    bool pass(const Walk& walk, const Layers& layers, const LayerMemory* memory, void* x,
-              double* seconds);
+    // When a piece of work began, and how long this rank had waited by then.
+    struct Lap {
+        double begin_s, waited_s;
+    };
+
+    bool pass(const Walk& walk, const Layers& layers, const LayerMemory* memory, void* x);
+    Lap lap() const { return {now_s(), *tally_.waited_s}; }
+    double worked_s(const Lap& since) const {
+        return now_s() - since.begin_s - (*tally_.waited_s - since.waited_s);
+    }
     void check(const Walk& walk, const Layers& layers) const;
     void sum(const PassageLayer& layer, const LayerMemory& memory, const Gathered& all) const;
     void merge_parts(const HomeResult& own, const uint16_t* owner, const Gathered& all, bool bf16,
@@ -83,6 +108,7 @@ class March {
 
     int64_t first_row() const;
     int64_t all_rows() const;
+    int64_t rows_here(const Gathered& all, const LayerMemory& memory) const;
     void hand_out(const void* column, int64_t to, int64_t row_bytes) const;
     void hand_back(const void* all, int64_t row_bytes);
     template <class T>
@@ -90,6 +116,7 @@ class March {
     Gathered gather_rows(const HomeResult& own) const;
     void note();
     bool await() const;
+    bool sees_notes(const char* theirs) const;
     bool is_broken() const { return __atomic_load_n(broken_, __ATOMIC_RELAXED) != 0; }
 
     const uint64_t number_;
@@ -99,6 +126,7 @@ class March {
     const uint16_t* const owner_;
     const int64_t ids_;
     const unsigned char* const broken_;
+    const Tally tally_;
     std::vector<int64_t> rows_;  // of each rank
     uint64_t notes_;
     bool has_ended_ = false;
