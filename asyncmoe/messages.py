@@ -125,7 +125,7 @@ class Muster:
     """Between a rank and the one that leads marches: see asyncmoe/marches.py."""
 
     word: Annotated[str, Field(pattern="^(able|unable|call|ready|cancel|go)$")]
-    number: U32 = 0  # of the march
+    number: Annotated[int, Field(ge=0, lt=2**40)] = 0  # of the march: enough for 30 years
     rows: U32 = 0  # of the rank, which is able
 
 

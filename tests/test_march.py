@@ -126,6 +126,17 @@ async def test_it_has_so_whatever_the_ranks(
     await both(ranks, **config(checkpoint, transport, **changes))
 
 
+async def test_numbers_of_marches_go_beyond_32_bits(checkpoint: Path) -> None:
+    async with cluster(2, **config(checkpoint)) as engine:
+        few = await answers(engine, 0, 2)
+        leader: Any = engine.ranks[0]._marches
+        assert not leader._leader._called
+        leader._leader._number = 2**32 - 2
+        assert [await answers(engine, 0, 2) for _ in range(3)] == [few] * 3
+        assert leader._number > 2**32
+        assert len(set(marched(engine))) == 1
+
+
 async def test_ranks_without_requests_march_along(
     checkpoint: Path, steps: list[tuple[int, int]]
 ) -> None:
@@ -363,7 +374,7 @@ async def test_what_a_rank_finds_in_the_memory_of_another_is_checked(
         if fellows.rank == 0:
             return inner(self, walk, cache, local, fellows, number, tally)
         half = fellows._commons[0].mine.cast("Q")
-        half[2], half[3], half[0] = rows, 0, (number << 32) + 1  # rows, goes on, first note
+        half[2], half[3], half[0] = rows, 0, (number << 24) + 1  # rows, goes on, first note
         choices = (64 + 8 * 256) // 8  # behind 8 rows of hidden 64, float32
         half[choices : choices + 32] = (
             memoryview(np.full(32, expert, np.int64).view(np.uint64)).cast("B").cast("Q")

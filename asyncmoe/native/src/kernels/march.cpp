@@ -19,6 +19,8 @@ namespace asyncmoe {
 namespace {
 
 constexpr int kPatience = 2000;  // looks before others may have the core
+// A note is the number of its march, and in the low bits how many notes of that went before it.
+constexpr int kNoteBits = 24, kNumberBits = 64 - kNoteBits;
 
 // The head of a half.
 enum Word { kNote, kLeft, kRows, kStops };
@@ -80,9 +82,10 @@ March::March(int64_t number, int64_t rank, std::vector<Fellow> fellows, const Ma
       broken_(broken),
       tally_(tally),
       rows_(fellows_.size()),
-      notes_(number_ << 32) {
+      notes_(number_ << kNoteBits) {
     const auto size = static_cast<int64_t>(fellows_.size());
-    bool good = number > 0 && number < int64_t{1} << 32 && rank >= 0 && rank < size && size < 256;
+    bool good = number > 0 && number < int64_t{1} << kNumberBits && rank >= 0 && rank < size &&
+                size < 256;
     for (int64_t other = 0; good && other < size; ++other) {
         const Fellow& fellow = fellows_[other];
         good = (fellow.mine == nullptr) == (other == rank) &&
@@ -109,6 +112,8 @@ Walk::End March::run(const Walk& walk, const Layers& layers, const LayerMemory* 
     const auto through = [&](void* rows, double*) {
         return pass(walk, layers, memory, rows) ? layers.count() : 0;
     };
+    const int64_t notes = 2 * layers.count() + 3;  // of a step, with the next one's agreement
+    steps = std::min(steps, (int64_t{1} << kNoteBits) / notes - 1);  // the next march goes on
     return walk.run(steps, layers.count(), x, walk.is_wanted(), *this, through);
 }
 
