@@ -23,9 +23,11 @@ from typing import Any
 
 import numpy as np
 import uvloop
+from command import counts, run_command
 from numpy.typing import NDArray
 
 from asyncmoe import configfile
+from asyncmoe.cli.numberflags import number
 from asyncmoe.config import Config
 from asyncmoe.frontend.engine import AsyncEngine
 from asyncmoe.metrics.recorder import Recorder
@@ -70,15 +72,19 @@ def main() -> None:
     """Profile, fit, foretell, print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="tiny")
-    parser.add_argument("--ranks", default="2,4", help="numbers of ranks (default 2,4)")
+    parser.add_argument(
+        "--ranks", type=counts, default=[2, 4], help="numbers of ranks (default 2,4)"
+    )
     parser.add_argument("--transport", default="shm")
     parser.add_argument("--scheduler", default="defrag_aging")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each run (default 4)")
+    parser.add_argument(
+        "--seconds", type=number(0.1, 1e6), default=4.0, help="of each run (default 4)"
+    )
     parser.add_argument("--profile", type=Path, metavar="FILE", help="write the last fit")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     asked = parser.parse_args()
     found = {}
-    for ranks in map(int, asked.ranks.split(",")):
+    for ranks in asked.ranks:
         found[str(ranks)], model = calibrate(ranks, asked)
         if asked.profile is not None:
             asked.profile.write_bytes(costs.dump(model))
@@ -261,4 +267,4 @@ class Ghost:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

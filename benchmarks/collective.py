@@ -23,7 +23,8 @@ from typing import Any
 
 import roofline
 from checkpoints import write_checkpoint
-from throughput import numbers, rates, synthetic_prompts
+from command import count, counts, run_command
+from throughput import rates, synthetic_prompts
 
 RANKS = 2
 RANK_FILE = Path(__file__).with_name("collectiverank.py")
@@ -139,10 +140,10 @@ def compare(engines: list[Any], arguments: argparse.Namespace, batch: int, vocab
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", help="checkpoint directory; default makes one")
-    parser.add_argument("--batch", type=numbers, default=[32, 128], help="of both ranks together")
-    parser.add_argument("--prompt", type=int, default=64, help="prompt tokens")
-    parser.add_argument("--new", type=int, default=32, help="new tokens")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--batch", type=counts, default=[32, 128], help="of both ranks together")
+    parser.add_argument("--prompt", type=count, default=64, help="prompt tokens")
+    parser.add_argument("--new", type=count, default=32, help="new tokens")
+    parser.add_argument("--repeats", type=count, default=3)
     parser.add_argument("--scheduler", default="lockstep")
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--json", action="store_true")
@@ -167,4 +168,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

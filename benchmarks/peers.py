@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints import ARCHITECTURES, write_checkpoint
+from command import count, counts, run_command
 from roofline import read_shape
-from throughput import asyncmoe_engine, best_rates, numbers, rates, synthetic_prompts
+from throughput import asyncmoe_engine, best_rates, rates, synthetic_prompts
 
 from asyncmoe.cores import available_cores
 
@@ -201,11 +202,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--vllm-python", metavar="PATH", help="a Python that has vLLM for CPUs")
     made.add_argument("--llama-bench", metavar="PATH", help="llama.cpp's llama-batched-bench")
     made.add_argument("--gguf", metavar="FILE", help="the same checkpoint, converted for llama.cpp")
-    made.add_argument("--batch", type=numbers, default=[1, 8, 32])
-    made.add_argument("--prompt", type=int, default=64, help="prompt tokens")
-    made.add_argument("--new", type=int, default=64, help="new tokens")
-    made.add_argument("--threads", type=int, default=available_cores(), help="of each engine")
-    made.add_argument("--repeats", type=int, default=3)
+    made.add_argument("--batch", type=counts, default=[1, 8, 32])
+    made.add_argument("--prompt", type=count, default=64, help="prompt tokens")
+    made.add_argument("--new", type=count, default=64, help="new tokens")
+    made.add_argument("--threads", type=count, default=available_cores(), help="of each engine")
+    made.add_argument("--repeats", type=count, default=3)
     made.add_argument("--timeout-s", type=float, default=1800.0, help="of one engine")
     made.add_argument("--json", action="store_true")
     return made
@@ -230,4 +231,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 from checkpoints import write_checkpoint
+from command import count, run_command
 
 from asyncmoe import LLM, SamplingParams
 
@@ -51,8 +52,8 @@ def compare(reference: dict[str, Any], other: dict[str, Any]) -> dict[str, float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", help="checkpoint directory or name; default makes one")
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=96, help="tokens of a prompt")
+    parser.add_argument("--prompts", type=count, default=64)
+    parser.add_argument("--tokens", type=count, default=96, help="tokens of a prompt")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -71,4 +72,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

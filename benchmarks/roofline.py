@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints import write_config
+from command import counts, run_command
 from machine import Machine, measure_machine
 
 from asyncmoe.checkpoint import open_checkpoint
+from asyncmoe.cli.numberflags import number
 from asyncmoe.config import ModelConfig
 from asyncmoe.models.hfconfig import ConfigReader
 
@@ -179,17 +181,16 @@ def print_table(machine: Machine, results: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", help="checkpoint directory; default: the benchmarks' own shape")
-    parser.add_argument("--batch", default="1,8,32,128")
-    parser.add_argument("--context", type=float, default=96, help="earlier tokens of a request")
+    parser.add_argument("--batch", type=counts, default=[1, 8, 32, 128])
+    parser.add_argument(
+        "--context", type=number(0.0, 1e9), default=96, help="earlier tokens of a request"
+    )
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         shape = read_shape(arguments.model or str(write_config(Path(folder), {})))
     machine = measure_machine()
-    results = [
-        report(shape, machine, int(batch), arguments.context)
-        for batch in arguments.batch.split(",")
-    ]
+    results = [report(shape, machine, batch, arguments.context) for batch in arguments.batch]
     if arguments.json:
         print(json.dumps({"machine": machine.report(), "results": results}))
     else:
@@ -197,4 +198,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -21,9 +21,10 @@ import numpy as np
 import tokenizers
 import uvloop
 from checkpoints import ARCHITECTURES, write_checkpoint
+from command import count, counts, run_command
 from roofline import read_shape
 from sseclient import ClientProcess
-from throughput import numbers, synthetic_prompts
+from throughput import synthetic_prompts
 
 from asyncmoe import configfile
 from asyncmoe.cli.main import GC_THRESHOLD
@@ -95,11 +96,11 @@ def main() -> None:
     parser.add_argument("--model", help="checkpoint directory; default makes one with a tokenizer")
     parser.add_argument("--architecture", choices=ARCHITECTURES, default="qwen3_moe",
                         help="of the checkpoint that is made")  # fmt: skip
-    parser.add_argument("--streams", type=numbers, default=[1, 8, 32])
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--prompt", type=int, default=64, help="prompt tokens")
-    parser.add_argument("--new", type=int, default=64, help="new tokens")
-    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--streams", type=counts, default=[1, 8, 32])
+    parser.add_argument("--ranks", type=count, default=1)
+    parser.add_argument("--prompt", type=count, default=64, help="prompt tokens")
+    parser.add_argument("--new", type=count, default=64, help="new tokens")
+    parser.add_argument("--repeats", type=count, default=4)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -119,4 +120,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

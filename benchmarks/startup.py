@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from checkpoints import write_checkpoint
+from command import count, run_command
 
 ALLOWED = 1.15  # of weights and KV; what is above it must fit the constant
 PHASES = ("python_s", "import_torch_s", "import_engine_s", "start_s", "token_s")
@@ -111,7 +112,7 @@ def measure(model: str, repeats: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", help="checkpoint directory; default makes one")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=count, default=3)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--child", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -132,4 +133,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -18,7 +18,8 @@ more rows take longer, `paced` has both figures where those of all sizes are equ
 (attention stages wait as long as is missing to the longest): they differ by the rows alone.
 
 The default model has parcels of the usual width (hidden 512) but next to no compute (`--model DIR`
-takes another one).
+takes another one). With `--hidden 64` parcels have an eighth of the bytes and as many rows, which
+tells what rows cost from what the copies of their payloads leave of the caches.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from typing import Any
 
 import uvloop
 from checkpoints import write_config
+from command import count, counts, run_command
 
 from asyncmoe.config import Config
 from asyncmoe.frontend.startup import start_ranks
@@ -207,14 +209,15 @@ def fixed_work_us(pause_s: float, rounds: int = 200) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", type=Path, help="directory with config.json; default: see above")
-    parser.add_argument("--rows", default="16,64,256")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rows", type=counts, default=[16, 64, 256])
+    parser.add_argument("--hidden", type=count, default=512, help="width of the default model")
+    parser.add_argument("--rounds", type=count, default=3)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        model = arguments.model or write_config(Path(folder), SMALL)
-        sizes = [int(rows) for rows in arguments.rows.split(",")]
-        results = uvloop.run(measure_all(model, sizes, arguments.rounds))
+        narrow = {"hidden_size": arguments.hidden}
+        model = arguments.model or write_config(Path(folder), SMALL | narrow)
+        results = uvloop.run(measure_all(model, arguments.rows, arguments.rounds))
     if arguments.json:
         print(json.dumps(results))
         return
@@ -223,4 +226,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -22,7 +22,11 @@ from typing import Any
 
 import roofline
 from checkpoints import ARCHITECTURES, write_checkpoint
+from command import count, counts, run_command
 from machine import Machine, measure_machine
+
+from asyncmoe.checkpoint import find_directory
+from asyncmoe.cli.numberflags import number, whole
 
 Run = Callable[[list[list[int]], int], None]  # (prompts, new tokens)
 LEAST_PROMPT_ID = 10  # small ids may mean something
@@ -59,7 +63,7 @@ def transformers_engine(model: str) -> Engine:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     reference = transformers.AutoModelForCausalLM.from_pretrained(
-        model, dtype="auto", experts_implementation="grouped_mm"
+        find_directory(model), dtype="auto", experts_implementation="grouped_mm"
     ).eval()
 
     def run(prompts: list[list[int]], new_tokens: int) -> None:
@@ -183,26 +187,25 @@ def print_table(machine: Machine, results: list[dict[str, Any]]) -> None:
         )
 
 
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", help="checkpoint directory; default makes one")
     parser.add_argument("--architecture", choices=ARCHITECTURES, default="qwen3_moe",
                         help="of the checkpoint that is made")  # fmt: skip
-    parser.add_argument("--batch", type=numbers, default=[1, 8, 32, 128])
-    parser.add_argument("--ranks", type=numbers, default=[1, 2])
-    parser.add_argument("--prompt", type=int, default=64, help="prompt tokens")
-    parser.add_argument("--new", type=int, default=64, help="new tokens")
-    parser.add_argument("--repeats", type=int, default=3, help="most repeats of a batch")
-    parser.add_argument("--limit-s", type=float, default=30.0,
+    parser.add_argument("--batch", type=counts, default=[1, 8, 32, 128])
+    parser.add_argument("--ranks", type=counts, default=[1, 2])
+    parser.add_argument("--prompt", type=count, default=64, help="prompt tokens")
+    parser.add_argument(
+        "--new",
+        type=whole(2),
+        default=64,
+        help="new tokens; the decode rate is that of those after one",
+    )
+    parser.add_argument("--repeats", type=count, default=3, help="most repeats of a batch")
+    parser.add_argument("--limit-s", type=number(0.0, 1e6), default=30.0,
                         help="no further repeat of a batch begins after this")  # fmt: skip
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    if arguments.new < 2:
-        parser.error("--new must be at least 2: the decode rate is that of the tokens after one")
     machine = measure_machine()
     with tempfile.TemporaryDirectory() as folder:
         model = arguments.model or str(write_checkpoint(Path(folder), arguments.architecture))
@@ -214,4 +217,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

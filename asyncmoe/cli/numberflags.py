@@ -21,6 +21,15 @@ def whole(least: int, most: int = MOST) -> Callable[[str], int]:
     return parse
 
 
+def several(one: Callable[[str], int]) -> Callable[[str], list[int]]:
+    """Numbers such as `one`, between commas."""
+
+    def parse(text: str) -> list[int]:
+        return [one(part) for part in text.split(",")]
+
+    return parse
+
+
 def number(least: float, most: float) -> Callable[[str], float]:
     """Numbers from `least` to `most`."""
 
