@@ -20,8 +20,8 @@ from asyncmoe.errors import ConfigError
 from asyncmoe.executor import Executor
 from asyncmoe.home import Home
 from asyncmoe.kvcache import BlockPool, cache_tensors
-from asyncmoe.march import Fellows, Together, march_bytes
-from asyncmoe.marches import Marches
+from asyncmoe.march import march_bytes
+from asyncmoe.marchassembly import march_rows
 from asyncmoe.metrics.probe import Probe
 from asyncmoe.microqueue import Queues, make_queues
 from asyncmoe.model import Cache
@@ -39,10 +39,6 @@ from asyncmoe.world import World
 
 if TYPE_CHECKING:
     from asyncmoe.rank import Rank
-
-
-_MOST_FELLOWS = 255
-_MOST_MARCH_ROWS = 256  # of a rank; more are compute enough for a loop to keep up with
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,45 +215,6 @@ def _make_transport(rank: Rank, limits: Limits, deadline: Deadline) -> Transport
         )
     )
     return made
-
-
-def march_rows(rank: Rank) -> int:
-    """The most rows that a rank marches with; 0: there are no marches. The same on all ranks."""
-    config, chain = rank.config, rank.chain
-    rule = find("schedulers", config.scheduler.name)
-    possible = (
-        config.engine.marches
-        and 1 < rank.world <= _MOST_FELLOWS
-        and not rank.device.virtual
-        and rule.work_conserving
-        and not rule.synchronous
-        and chain.layers
-        and chain.tracks == 1
-        and config.engine.combine == "per_rank"
-        and len(rank.placement.home_ranks) == rank.world
-    )
-    return min(config.engine.max_requests, _MOST_MARCH_ROWS) if possible else 0
-
-
-def make_marches(rank: Rank, executor: Executor) -> tuple[Marches, Fellows] | None:
-    """What `rank`, whose transport is connected, needs to march with all others; None: it does
-    not."""
-    home, rows = rank.home, march_rows(rank)
-    if home is None or not rows or not rank.model.walks or not executor.may_march:
-        return None
-    others = set(range(rank.world)) - {rank.rank}
-    commons = {other: rank.transport.common(other) for other in others}
-    shared = {other: common for other, common in commons.items() if common is not None}
-    if len(shared) < len(others):
-        return None
-    fellows = Fellows(rank.rank, shared, rows, rank.placement.owner)
-
-    def begin(number: int) -> None:
-        executor.march(marches.take, Together(fellows, number, marches.over))
-
-    marches = Marches(rank.rank, rank.world, rows, home, rank.send, begin, fellows.leave)
-    home.marches = marches
-    return marches, fellows
 
 
 def _make_home(

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncmoe.agreement import agree, fingerprint
-from asyncmoe.assembly import assemble, make_device, make_marches
+from asyncmoe.assembly import assemble, make_device
 from asyncmoe.checkpoint import Checkpoint, open_checkpoint
 from asyncmoe.config import Config
 from asyncmoe.deadline import Deadline
@@ -25,6 +25,7 @@ from asyncmoe.errors import AsyncMoeError, PeerLost, ProtocolError
 from asyncmoe.home import Home
 from asyncmoe.kvcache import pool_blocks
 from asyncmoe.march import Fellows
+from asyncmoe.marchassembly import make_marches
 from asyncmoe.marches import Marches
 from asyncmoe.memory import fitting_memory, table_settings
 from asyncmoe.messages import (
@@ -153,7 +154,7 @@ class Rank:
             self._expire_requests(self.home, config.engine.request_timeout_s)
 
     def _open_marches(self) -> None:
-        made = make_marches(self, self.executor)
+        made = make_marches(self)
         if made is not None:
             self._marches, self._fellows = made
             self._marches.open()
