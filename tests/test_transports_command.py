@@ -39,6 +39,11 @@ def test_list_names_every_transport_with_what_to_install(
         assert each["status"] != "missing" or "pip install" in each["detail"], each
 
 
+def test_list_takes_no_flags_of_bench(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["transports", "list", "--rounds", "3"]) == 2
+    assert capsys.readouterr().err.endswith("unknown argument '--rounds'. Known: --help, --json\n")
+
+
 def test_bench_measures_between_processes_and_beside_the_raw_stack(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

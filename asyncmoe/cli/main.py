@@ -113,7 +113,8 @@ def _run(argv: list[str]) -> int:
     parser, own = _parser(name)
     args, unknown = parser.parse_known_args(configflags.fold_subkeys(argv))
     if unknown:
-        raise UnknownName("argument", wrong := unknown[0].partition("=")[0], _near(own, wrong))
+        wrong = unknown[0].partition("=")[0]
+        raise UnknownName("argument", wrong, _near(_chosen(own, args), wrong))
     command = COMMANDS[args.command]
     if command.engine:
         config = configflags.from_args(args)
@@ -145,6 +146,15 @@ def _parser(name: str | None) -> tuple[argparse.ArgumentParser, argparse.Argumen
         else:
             subparsers.add_parser(each, help=command.help)
     return parser, subparsers.choices[name] if name in COMMANDS else parser
+
+
+def _chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argparse.ArgumentParser:
+    """That of the action which the subcommand was given; itself, if it has none."""
+    for each in parser._actions:
+        if isinstance(each, argparse._SubParsersAction) and each.dest != "command":
+            chosen: argparse.ArgumentParser = each.choices[getattr(args, each.dest)]
+            return chosen
+    return parser
 
 
 def _near(parser: argparse.ArgumentParser, wrong: str) -> list[str]:

@@ -44,9 +44,13 @@ def add_parser(subparsers: Any) -> None:
         description="list: try every transport on this machine. bench: measure them between "
         "processes, each beside the stack under it called directly.",
     )
-    parser.add_argument("action", choices=("list", "bench"))
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    bench = parser.add_argument_group("bench")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="{list,bench}")
+    listed = actions.add_parser(
+        "list", help="try every transport on this machine", allow_abbrev=False
+    )
+    bench = actions.add_parser("bench", help="measure them between processes", allow_abbrev=False)
+    for action in (listed, bench):
+        action.add_argument("--json", action="store_true", help="print JSON")
     bench.add_argument(
         "--transports", type=_names, metavar="A,B", help="which; by default all that are compared"
     )
