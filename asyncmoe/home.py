@@ -94,7 +94,8 @@ class Home:
         # by row, NONE where the prompt is not through
         self.decode_chunk = np.full(config.max_requests, NONE, np.int64)
         self._length = np.zeros(config.max_requests, np.int64)  # tokens known: prompt and answer
-        self.id_of_row = torch.zeros(config.max_requests, dtype=torch.int64)
+        self._ids = np.zeros(config.max_requests, np.int64)
+        self.id_of_row = torch.from_numpy(self._ids)
 
     @property
     def running(self) -> int:
@@ -185,7 +186,7 @@ class Home:
     def _start(self, request: Request) -> None:
         row = request.row = self._free_rows.pop()
         self._by_row[row] = request
-        self.id_of_row[row] = request.request_id
+        self._ids[row] = request.request_id
         self.pool.reserve(row, request.blocks)
         self.decode_chunk[row] = NONE
         self._length[row] = len(request.prompt)
