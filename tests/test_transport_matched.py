@@ -312,4 +312,4 @@ async def test_idle_ranks_use_next_to_no_cpu(three: Cluster) -> None:
     await three.receivers[1].until(lambda: three.receivers[1].arrivals)
     begin_s = time.process_time()
     await asyncio.sleep(1.0)
-    assert time.process_time() - begin_s < 0.03
+    assert time.process_time() - begin_s < 0.1  # who spins takes all of it
