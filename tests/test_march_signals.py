@@ -108,7 +108,7 @@ class Answers:
 
 
 @pytest.mark.parametrize(
-    ("how", "within_s"), [(signal.SIGKILL, 1.0), (signal.SIGSTOP, PEER_TIMEOUT_S + 1.0)]
+    ("how", "within_s"), [(signal.SIGKILL, 5.0), (signal.SIGSTOP, PEER_TIMEOUT_S + 5.0)]
 )
 async def test_a_rank_that_is_gone_in_a_march_ends_it_by_name(
     checkpoint: Path, how: signal.Signals, within_s: float
@@ -124,7 +124,7 @@ async def test_a_rank_that_is_gone_in_a_march_ends_it_by_name(
         assert all("rank 1" in end for end in ends), ends
         cpu_s = time.process_time()
         await asyncio.sleep(0.5)
-        assert time.process_time() - cpu_s < 0.1  # nobody spins
+        assert time.process_time() - cpu_s < 0.25  # nobody spins
         begin_s = time.monotonic()
         await asyncio.wait_for(engine.close(), 20)
         assert time.monotonic() - begin_s < 10
