@@ -1,4 +1,4 @@
-"""Real processes in the middle of a march: one is killed, stopped, or told to end."""
+"""Real processes in the middle of a march: one is killed, stopped or told to end, or time is up."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def settings(checkpoint: Path) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def running(checkpoint: Path) -> AsyncIterator[AsyncEngine]:
-    config = configfile.load(environ={}, overrides=settings(checkpoint))
+async def running(checkpoint: Path, **changes: Any) -> AsyncIterator[AsyncEngine]:
+    config = configfile.load(environ={}, overrides=settings(checkpoint) | changes)
     async with asyncio.timeout(60):
         engine = await AsyncEngine.start(config)
     try:
@@ -129,6 +129,16 @@ async def test_a_rank_that_is_gone_in_a_march_ends_it_by_name(
         await asyncio.wait_for(engine.close(), 20)
         assert time.monotonic() - begin_s < 10
         assert children() == []
+
+
+async def test_requests_whose_time_is_up_end_in_a_march(checkpoint: Path) -> None:
+    async with running(checkpoint, **{"engine.request_timeout_s": 4.0}) as engine:
+        answers = Answers(engine)
+        await answers.march()
+        ends = await asyncio.wait_for(asyncio.gather(*answers.ends), 20)
+        assert all("engine.request_timeout_s = 4" in end for end in ends), ends
+        again = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+        assert len([out async for out in engine.generate([5, 7, 9], again)]) > 0
 
 
 def test_a_server_that_is_told_to_end_in_a_march_ends(checkpoint: Path) -> None:
