@@ -29,6 +29,7 @@ import asyncio
 import json
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,7 @@ async def measure(model: Path, rows: int, wait_s: float = 0.0) -> dict[str, floa
     }
 
 
-async def measure_all(model: Path, sizes: list[int], rounds: int) -> dict[str, dict[str, Any]]:
+async def measure_all(model: Path, sizes: Sequence[int], rounds: int) -> dict[str, dict[str, Any]]:
     """Means over rounds of `measure` for each number of rows, and of the same with steps equally
     far apart. Sizes take turns, so that a busy spell does not fall on one of them alone."""
     natural: dict[int, list[dict[str, float]]] = {rows: [] for rows in sizes}

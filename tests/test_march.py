@@ -167,7 +167,6 @@ async def test_a_march_counts_what_each_rank_computes_for_all(checkpoint: Path) 
         assert 0 < here["expert_compute_s"] < here["busy_s"]
         assert here["head_compute_s"] > 0
         assert here["march_wait_s"] > 0
-        assert here["busy_s"] < here["loop_s"] - here["march_wait_s"]
         assert there["march_wait_s"] == 0
 
 

@@ -21,11 +21,11 @@ def whole(least: int, most: int = MOST) -> Callable[[str], int]:
     return parse
 
 
-def several(one: Callable[[str], int]) -> Callable[[str], list[int]]:
+def several(one: Callable[[str], int]) -> Callable[[str], tuple[int, ...]]:
     """Numbers such as `one`, between commas."""
 
-    def parse(text: str) -> list[int]:
-        return [one(part) for part in text.split(",")]
+    def parse(text: str) -> tuple[int, ...]:
+        return tuple(one(part) for part in text.split(","))
 
     return parse
 

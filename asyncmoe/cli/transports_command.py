@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from asyncmoe import registry
-from asyncmoe.cli.numberflags import number, whole
+from asyncmoe.cli.numberflags import number, several, whole
 from asyncmoe.errors import UnknownName
 from asyncmoe.netbench.plan import FOCUS_BYTES, MIB, PATTERNS, SWEEP_BYTES, Plan
 
@@ -63,7 +62,7 @@ def add_parser(subparsers: Any) -> None:
     )
     bench.add_argument(
         "--sizes",
-        type=_list_of(whole(1, _MOST_BYTES)),
+        type=several(whole(1, _MOST_BYTES)),
         default=(FOCUS_BYTES,),
         metavar="N,N",
         help=f"bytes of a payload (default {FOCUS_BYTES})",
@@ -73,7 +72,7 @@ def add_parser(subparsers: Any) -> None:
     )
     bench.add_argument(
         "--depth",
-        type=_list_of(whole(1, _MOST_DEPTH)),
+        type=several(whole(1, _MOST_DEPTH)),
         default=_DEPTHS,
         metavar="N,N",
         help="parcels in flight (default 1,16)",
@@ -161,10 +160,3 @@ def _print_json(value: Any) -> None:
 
 def _names(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
-
-
-def _list_of(each: Callable[[str], int]) -> Callable[[str], tuple[int, ...]]:
-    def parse(text: str) -> tuple[int, ...]:
-        return tuple(each(part) for part in text.split(","))
-
-    return parse
